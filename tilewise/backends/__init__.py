@@ -1,0 +1,1 @@
+"""Ways to compute attention; each one is `unsupported`, `forward`, `backward`."""
