@@ -1,0 +1,111 @@
+"""The matrix products of the tiled backend, and which of them is faster on this CPU.
+
+torch.mm goes to MKL, which on some AMD processors stays at half of the vector width; oneDNN's linear
+layer does not. Which one wins is measured once per process, in about a millisecond.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Product(Protocol):
+    """Products of (N, rows, D) and (N, keys, D) stacks; `add` accumulates in place."""
+
+    def nt(self, a: Tensor, b: Tensor, scratch: Tensor) -> Tensor:
+        """a @ bᵀ, perhaps in the flat buffer `scratch`."""
+
+    def nn(self, a: Tensor, b: Tensor) -> Tensor:
+        """a @ b."""
+
+    def add_nn(self, acc: Tensor, a: Tensor, b: Tensor) -> None:
+        """acc += a @ b."""
+
+    def add_tn(self, acc: Tensor, a: Tensor, b: Tensor) -> None:
+        """acc += aᵀ @ b."""
+
+
+class TorchProduct:
+    """torch.bmm: any device, any dtype."""
+
+    def nt(self, a: Tensor, b: Tensor, scratch: Tensor) -> Tensor:
+        n, rows, keys = a.shape[0], a.shape[1], b.shape[1]
+        return torch.bmm(a, b.mT, out=scratch[: n * rows * keys].view(n, rows, keys))
+
+    def nn(self, a: Tensor, b: Tensor) -> Tensor:
+        return torch.bmm(a, b)
+
+    def add_nn(self, acc: Tensor, a: Tensor, b: Tensor) -> None:
+        acc.baddbmm_(a, b)
+
+    def add_tn(self, acc: Tensor, a: Tensor, b: Tensor) -> None:
+        acc.baddbmm_(a.mT, b)
+
+
+class OneDnnProduct(TorchProduct):
+    """oneDNN's linear layer, x @ wᵀ in float32, for stacks of one; others go to torch.bmm.
+
+    It takes weights of any strides, but x must be contiguous: for aᵀ @ b the result is made
+    transposed, (bᵀ @ a)ᵀ, so that the small operand is the one that is copied.
+    """
+
+    def nt(self, a: Tensor, b: Tensor, scratch: Tensor) -> Tensor:
+        if a.shape[0] != 1 or a.shape[2] == 0:
+            return super().nt(a, b, scratch)
+        return _linear(a[0].contiguous(), b[0]).unsqueeze(0)
+
+    def nn(self, a: Tensor, b: Tensor) -> Tensor:
+        if a.shape[0] != 1 or a.shape[2] == 0:
+            return super().nn(a, b)
+        return _linear(a[0].contiguous(), b[0].t()).unsqueeze(0)
+
+    def add_nn(self, acc: Tensor, a: Tensor, b: Tensor) -> None:
+        acc.add_(self.nn(a, b))
+
+    def add_tn(self, acc: Tensor, a: Tensor, b: Tensor) -> None:
+        if a.shape[0] != 1 or a.shape[1] == 0:
+            super().add_tn(acc, a, b)
+        else:
+            acc[0].add_(_linear(b[0].t().contiguous(), a[0].t()).t())
+
+
+def _linear(x: Tensor, weight: Tensor) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise.default(x, weight, None, "none", [], "")
+
+
+def product_for(dtype: torch.dtype, device: torch.device) -> Product:
+    if device.type == "cpu" and dtype == torch.float32 and _onednn_wins():
+        return OneDnnProduct()
+    return TorchProduct()
+
+
+@functools.cache
+def _onednn_wins() -> bool:
+    """Whether oneDNN's product, a private operator, is there, right, and 1.2 times as fast."""
+    # oneDNN allocates its results. One large allocation, freed, raises the threshold below which the
+    # C library keeps freed memory, so that later tiles are not faulted in page by page.
+    torch.empty(16 << 20, dtype=torch.uint8)
+    a, b = torch.ones(256, 64), torch.ones(512, 64)
+    try:
+        right = bool((_linear(a, b) == 64).all())
+    except (AttributeError, RuntimeError):
+        return False
+    scratch = torch.empty(256, 512)
+    theirs = _seconds(lambda: torch.mm(a, b.t(), out=scratch))
+    return right and theirs > 1.2 * _seconds(lambda: _linear(a, b))
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    """The fastest of a few calls: the one that nothing disturbed."""
+    times = []
+    for _ in range(6):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return min(times)

@@ -1,0 +1,94 @@
+"""What comes out of a backend: the result's tensors, and gradients while they are summed."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.spec import Problem, Scores, Sequence
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of sums and of lse: float32, and float64 for float64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def result_shapes(problem: Problem) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shapes of out, laid out like q, and of lse."""
+    q = problem.q.shape
+    out = (*q[:-1], problem.v.shape[-1])
+    return out, (q[1], q[0]) if problem.packed is not None else (q[0], q[2], q[1])
+
+
+def empty_result(problem: Problem) -> tuple[Tensor, Tensor]:
+    """out = 0 and lse = −inf, what rows without a key get."""
+    out, lse = result_shapes(problem)
+    dtype = accumulation_dtype(problem.q.dtype)
+    return problem.q.new_zeros(out), problem.q.new_full(lse, float("-inf"), dtype=dtype)
+
+
+class Gradients(NamedTuple):
+    """Gradients of q, k, v in their own dtype; those of bias, slopes and sinks in `scores`, as sums
+    over sequences and heads, in the accumulation dtype until `finished`."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scores: Scores
+
+    def of(self, sequence: Sequence) -> Gradients:
+        """The views that belong to one sequence."""
+        return Gradients(
+            sequence.of_q(self.q),
+            sequence.of_k(self.k),
+            sequence.of_k(self.v),
+            sequence.of_scores(self.scores),
+        )
+
+    def part(self, batch: slice, kv_heads: slice, groups: int) -> Gradients:
+        """The views that belong to a part of a dense problem (see `Problem.part`)."""
+        heads = slice(kv_heads.start * groups, kv_heads.stop * groups)
+        return Gradients(
+            self.q[batch, :, heads],
+            self.k[batch, :, kv_heads],
+            self.v[batch, :, kv_heads],
+            self.scores.part(batch, heads),
+        )
+
+    def finished(self, problem: Problem) -> Gradients:
+        """With the gradients of bias, slopes and sinks in the dtype of what was given."""
+        given, sums = problem.scores, self.scores
+
+        def cast(gradient: Tensor | None, like: Tensor | None) -> Tensor | None:
+            return None if gradient is None or like is None else gradient.to(like.dtype)
+
+        return self._replace(
+            scores=sums._replace(
+                bias=cast(sums.bias, given.bias),
+                alibi_slopes=cast(sums.alibi_slopes, given.alibi_slopes),
+                sinks=cast(sums.sinks, given.sinks),
+            )
+        )
+
+
+def zero_gradients(problem: Problem, bias: bool = True) -> Gradients:
+    """Zeros to add to; `bias` says whether the bias's gradient is wanted."""
+    s = problem.scores
+    dtype = accumulation_dtype(problem.q.dtype)
+
+    def zeros(t: Tensor | None) -> Tensor | None:
+        return None if t is None else torch.zeros(t.shape, dtype=dtype, device=t.device)
+
+    return Gradients(
+        problem.q.new_zeros(problem.q.shape),
+        problem.k.new_zeros(problem.k.shape),
+        problem.v.new_zeros(problem.v.shape),
+        Scores(
+            s.scale,
+            bias=zeros(s.bias) if bias else None,
+            alibi_slopes=zeros(s.alibi_slopes),
+            sinks=zeros(s.sinks),
+        ),
+    )
