@@ -1,3 +1,20 @@
-"""Exact attention (FlashAttention) in O(n) memory."""
+"""Exact attention (FlashAttention) in O(n) memory, in pure Python.
+
+`attention`, `attention_varlen` and `attention_paged` compute; `explain` says which backend would;
+`cost` counts; `merge` joins partial results. `tilewise.textbook` is the algorithm to read.
+"""
+
+from tilewise.api import alibi_slopes, attention, attention_paged, attention_varlen, explain
+from tilewise.dispatch import Choice
+from tilewise.merge import merge
 
 __version__ = "0.1.0"
+__all__ = [
+    "Choice",
+    "alibi_slopes",
+    "attention",
+    "attention_paged",
+    "attention_varlen",
+    "explain",
+    "merge",
+]

@@ -160,8 +160,7 @@ def _probabilities(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
     """P before dropout, lse, which entries are seen, d(capped)/d(raw) and the sink's probability."""
     sk = x.k.shape[2]
-    keys = torch.arange(sk, device=x.k.device)
-    seen = ((keys >= rows.lo.unsqueeze(-1)) & (keys < rows.hi.unsqueeze(-1))).unsqueeze(1)
+    seen = in_interval(rows, sk).unsqueeze(1)
     if rows.mask is not None:
         seen = seen & rows.mask
     s = rounded(x.q @ x.k.transpose(-1, -2)) * formula.scale
@@ -192,6 +191,12 @@ def _probabilities(
     safe = total.masked_fill(empty, 1)
     lse = (m + safe.log()).masked_fill(empty, NEG_INF).squeeze(-1)
     return p / safe, lse, seen, slope_of_cap, p_sink / safe
+
+
+def in_interval(rows: Rows, sk: int) -> Tensor:
+    """lo ≤ j < hi, (B or 1, n, Sk)."""
+    keys = torch.arange(sk, device=rows.lo.device)
+    return (keys >= rows.lo.unsqueeze(-1)) & (keys < rows.hi.unsqueeze(-1))
 
 
 def _distance(rows: Rows, offset: int, sk: int, dtype: torch.dtype) -> Tensor:

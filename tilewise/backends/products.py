@@ -18,6 +18,8 @@ from torch import Tensor
 class Product(Protocol):
     """Products of (N, rows, D) and (N, keys, D) stacks; `add` accumulates in place."""
 
+    name: str
+
     def nt(self, a: Tensor, b: Tensor, scratch: Tensor) -> Tensor:
         """a @ bᵀ, perhaps in the flat buffer `scratch`."""
 
@@ -33,6 +35,8 @@ class Product(Protocol):
 
 class TorchProduct:
     """torch.bmm: any device, any dtype."""
+
+    name = "torch"
 
     def nt(self, a: Tensor, b: Tensor, scratch: Tensor) -> Tensor:
         n, rows, keys = a.shape[0], a.shape[1], b.shape[1]
@@ -54,6 +58,8 @@ class OneDnnProduct(TorchProduct):
     It takes weights of any strides, but x must be contiguous: for aᵀ @ b the result is made
     transposed, (bᵀ @ a)ᵀ, so that the small operand is the one that is copied.
     """
+
+    name = "oneDNN"
 
     def nt(self, a: Tensor, b: Tensor, scratch: Tensor) -> Tensor:
         if a.shape[0] != 1 or a.shape[2] == 0:

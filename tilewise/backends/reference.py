@@ -7,6 +7,7 @@ formula in bfloat16 as the peer whose error is the yardstick (see `testing.py`).
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 
@@ -22,6 +23,10 @@ from tilewise.spec import Problem, sequences
 
 def unsupported(problem: Problem) -> list[str]:
     return []
+
+
+def config(problem: Problem) -> dict[str, Any]:
+    return {}
 
 
 def forward(

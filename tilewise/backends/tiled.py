@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,6 +38,15 @@ LARGEST_LSE = 1024.0
 
 def unsupported(problem: Problem) -> list[str]:
     return []
+
+
+def config(problem: Problem) -> dict[str, Any]:
+    """The sides of a tile, and where its products are computed."""
+    banded = problem.band.left is not None or problem.band.right is not None
+    rows = ROWS_IN_BAND if banded else ROWS
+    area = TILE_SCORES_IN_BAND if banded else TILE_SCORES
+    product = product_for(accumulation_dtype(problem.q.dtype), problem.q.device)
+    return {"rows": rows, "keys": area // rows, "product": product.name}
 
 
 def forward(problem: Problem) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,249 @@
+"""Derivatives of any order, forward and reverse, a block of query rows at a time: O(n) in memory.
+
+The backends know attention and its gradient. Everything beyond — double backward, forward mode,
+Hessians — is a derivative of the formula in `dense.py`, which PyTorch can take for one block of rows.
+A function that works row block by row block stays one when it is differentiated: what follows the
+rows is cut and joined, what every row shares is summed. So a `Rowwise` function has a `vjp` and a
+`jvp` that are `Rowwise` again, and one autograd.Function serves them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise import dense, spec
+from tilewise.results import accumulation_dtype, result_shapes
+from tilewise.spec import Problem, sequences
+
+Tensors = tuple[Tensor, ...]
+SCORE_NAMES = ("bias", "alibi_slopes", "sinks")
+
+
+class Rowwise(NamedTuple):
+    """A function of tensors that is computed for a block of rows at a time.
+
+    `function(block, constants, *inputs)` takes the (first, last) row of the block. A tensor's entry
+    in `in_dims`, `out_dims` or `constant_dims` is the dimension that follows the rows, or None for
+    what all rows share. Constants (masks, ranges, seeds) are not differentiated.
+    """
+
+    function: Callable[..., Tensors]
+    rows: int
+    step: int
+    in_dims: tuple[int | None, ...]
+    out_dims: tuple[int | None, ...]
+    constant_dims: tuple[int | None, ...]
+
+    def __call__(self, constants: Sequence[Tensor], inputs: Sequence[Tensor]) -> Tensors:
+        """Runs all blocks; a shared output is the sum of its blocks."""
+        blocks = []
+        # Without rows there is one empty block, for its shapes.
+        for i0, i1 in dense.row_blocks(0, max(1, self.rows), self.step):
+            i1 = min(i1, self.rows)
+            fixed = _cut(constants, self.constant_dims, i0, i1)
+            blocks.append(self.function((i0, i1), fixed, *_cut(inputs, self.in_dims, i0, i1)))
+        return tuple(
+            torch.cat(parts, dim) if dim is not None else torch.stack(parts).sum(0)
+            for parts, dim in zip(zip(*blocks, strict=True), self.out_dims, strict=True)
+        )
+
+    def vjp(self) -> Rowwise:
+        """(*inputs, *cotangents) ↦ cotangents of the inputs."""
+        count, function = len(self.in_dims), self.function
+
+        def pull(block: tuple[int, int], constants: Tensors, *tensors: Tensor) -> Tensors:
+            inputs, cotangents = tensors[:count], tensors[count:]
+            _, back = torch.func.vjp(lambda *x: function(block, constants, *x), *inputs)
+            return back(cotangents)
+
+        return self._replace(
+            function=pull, in_dims=self.in_dims + self.out_dims, out_dims=self.in_dims
+        )
+
+    def jvp(self) -> Rowwise:
+        """(*inputs, *tangents) ↦ tangents of the outputs.
+
+        The vjp is linear in its cotangents and its transpose is the jvp, so reverse mode serves: it
+        nests, where forward mode inside forward mode does not.
+        """
+        count, function = len(self.in_dims), self.function
+
+        def push(block: tuple[int, int], constants: Tensors, *tensors: Tensor) -> Tensors:
+            inputs, tangents = tensors[:count], tensors[count:]
+            outputs, back = torch.func.vjp(lambda *x: function(block, constants, *x), *inputs)
+            zeros = tuple(torch.zeros_like(t) for t in outputs)
+            return torch.func.vjp(back, zeros)[1](tangents)[0]
+
+        return self._replace(function=push, in_dims=self.in_dims * 2)
+
+
+def _cut(tensors: Sequence[Tensor], dims: Sequence[int | None], i0: int, i1: int) -> Tensors:
+    return tuple(
+        t if dim is None else t.narrow(dim, i0, i1 - i0)
+        for t, dim in zip(tensors, dims, strict=True)
+    )
+
+
+class _Blockwise(torch.autograd.Function):
+    """A Rowwise function under autograd; differentiable as often as one likes."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(program: Rowwise, constants: int, *tensors: Tensor) -> Tensors:
+        return program(tensors[:constants], tensors[constants:])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
+        program, constants, *tensors = inputs
+        ctx.program, ctx.constants = program, constants
+        ctx.save_for_backward(*tensors)
+        ctx.save_for_forward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        grads = _Blockwise.apply(
+            ctx.program.vjp(), ctx.constants, *ctx.saved_tensors, *cotangents
+        )
+        return (None, None, *[None] * ctx.constants, *grads)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Tensors:
+        tensors = ctx.saved_tensors
+        inputs = tensors[ctx.constants :]
+        moves = [
+            torch.zeros_like(x) if t is None else t
+            for x, t in zip(inputs, tangents[2 + ctx.constants :], strict=True)
+        ]
+        return _Blockwise.apply(ctx.program.jvp(), ctx.constants, *tensors, *moves)
+
+
+def run(program: Rowwise, constants: Sequence[Tensor], inputs: Sequence[Tensor]) -> Tensors:
+    """The program's outputs, differentiable to any order."""
+    return _Blockwise.apply(program, len(constants), *constants, *inputs)
+
+
+class Attention(NamedTuple):
+    """Dense attention as a Rowwise function of its `inputs`, in the dtype of its arithmetic."""
+
+    program: Rowwise
+    constants: Tensors
+    inputs: Tensors
+    names: tuple[str, ...]
+
+
+def attention(problem: Problem) -> Attention:
+    """A dense problem as a Rowwise function from `inputs` to out and lse.
+
+    The inputs are the problem's floating tensors that there are, `names` in the order of
+    `dense.Operands`, cast (differentiably) to the dtype of the arithmetic.
+    """
+    dtype = accumulation_dtype(problem.q.dtype)
+    b, sq, hq, _ = problem.q.shape
+    sk, groups, s = problem.k.shape[1], problem.groups, problem.scores
+
+    def row_dim(t: Tensor, dim: int) -> int | None:
+        return None if t.shape[dim] == 1 and sq != 1 else dim
+
+    given = {
+        "q": (problem.q, 1),
+        "k": (problem.k, None),
+        "v": (problem.v, None),
+        "bias": (s.bias, None if s.bias is None else row_dim(s.bias, 2)),
+        "alibi_slopes": (s.alibi_slopes, None),
+        "sinks": (s.sinks, None),
+    }
+    names = tuple(name for name, (t, _) in given.items() if t is not None)
+    in_dims = tuple(given[name][1] for name in names)
+    inputs = tuple(given[name][0].to(dtype) for name in names)  # type: ignore[union-attr]
+
+    lo, hi = problem.interval(0, sq)
+    constants = [lo, hi]
+    constant_dims: list[int | None] = [1, 1]
+    if s.mask is not None:
+        constants.append(s.mask)
+        constant_dims.append(row_dim(s.mask, 2))
+    dropout = problem.dropout
+    if dropout is not None:
+        constants.append(dropout.seed)
+        constant_dims.append(None)
+    formula = dense.formula_of(problem)
+    masked = s.mask is not None
+
+    def function(block: tuple[int, int], fixed: Tensors, *tensors: Tensor) -> Tensors:
+        x = dict(zip(names, tensors, strict=True))
+        rows = dense.Rows(
+            fixed[0],
+            fixed[1],
+            torch.arange(*block, device=fixed[0].device),
+            fixed[2] if masked else None,
+        )
+        here = formula if dropout is None else formula._replace(
+            dropout=dropout._replace(seed=fixed[-1])
+        )
+        # What no row of the block sees is cleared: there a NaN is not even a factor.
+        seen = dense.in_interval(rows, sk).any(1)[..., None, None]
+        k, v = (
+            x[name].where(seen, 0).transpose(1, 2).repeat_interleave(groups, 1)
+            for name in ("k", "v")
+        )
+        operands = dense.Operands(**{**x, "q": x["q"].transpose(1, 2), "k": k, "v": v})
+        out, lse = dense.forward(operands, rows, here)
+        return out.transpose(1, 2), lse
+
+    program = Rowwise(
+        function,
+        sq,
+        dense.rows_at_once(b * hq, sk),
+        in_dims,
+        (1, 2),
+        tuple(constant_dims),
+    )
+    return Attention(program, tuple(constants), inputs, names)
+
+
+def derive(
+    problem: Problem,
+    order: Callable[[Rowwise], Rowwise],
+    extra: Sequence[tuple[str, Tensor]],
+    outputs: Sequence[str],
+) -> list[Tensor]:
+    """Derivatives of attention, dense or packed, differentiable to any order.
+
+    `order` says which, as vjp and jvp of the function from the problem's tensors to out and lse.
+    `extra` holds the cotangents and tangents it takes besides, each with the name of what it belongs
+    to ("q", …, "out", "lse"); `outputs` names what comes out.
+    """
+    dtype = accumulation_dtype(problem.q.dtype)
+    if problem.packed is None:
+        whole = attention(problem)
+        inputs = (*whole.inputs, *(t.to(dtype) for _, t in extra))
+        return list(run(order(whole.program), whole.constants, inputs))
+    out, lse = result_shapes(problem)
+    s = problem.scores
+    shapes = {"q": problem.q.shape, "k": problem.k.shape, "v": problem.v.shape}
+    shapes |= {"out": torch.Size(out), "lse": torch.Size(lse)}
+    shapes |= {n: getattr(s, n).shape for n in SCORE_NAMES if getattr(s, n) is not None}
+    totals = [problem.q.new_zeros(shapes[name], dtype=dtype) for name in outputs]
+    for sequence in sequences(problem):
+        part = attention(sequence.problem)
+        moves = (_view(sequence, name, t).to(dtype) for name, t in extra)
+        pieces = run(order(part.program), part.constants, (*part.inputs, *moves))
+        for name, total, piece in zip(outputs, totals, pieces, strict=True):
+            _view(sequence, name, total).add_(piece)
+    return totals
+
+
+def _view(sequence: spec.Sequence, name: str, t: Tensor) -> Tensor:
+    """The sequence's view of what belongs to `name`."""
+    if name in ("q", "out"):
+        return sequence.of_q(t)
+    if name in ("k", "v"):
+        return sequence.of_k(t)
+    if name == "lse":
+        return sequence.of_lse(t)
+    return getattr(sequence.of_scores(spec.Scores(1.0, **{name: t})), name)

@@ -1,0 +1,308 @@
+"""Attention as PyTorch operators: schemas, shapes of fakes, autograd, vmap. Imports no kernel.
+
+Two operators run a backend by name, `tilewise::forward` and `tilewise::backward`. Eager calls go
+through an autograd.Function around them, since operators of torch.library have no forward mode;
+torch.compile and torch.export, which cannot trace a Function with a forward mode, see the operator,
+whose autograd is registered from the same functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewise import dispatch
+from tilewise.derivatives import SCORE_NAMES, Rowwise, derive
+from tilewise.results import accumulation_dtype, result_shapes
+from tilewise.spec import Band, Dropout, KeyRange, Packed, Paged, Problem, Scores
+
+_DIFFERENTIABLE = 6
+_TENSORS = 14
+_ARGUMENTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? alibi_slopes, Tensor? sinks, "
+    "Tensor? mask, Tensor? key_start, Tensor? key_end, Tensor? dropout_seed, "
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? page_table, Tensor? seqused_k, "
+    "float scale, float? softcap, float dropout_p, SymInt? window_left, SymInt? window_right, "
+    "str align, SymInt? max_seqlen_q, SymInt? max_seqlen_k, bool deterministic, str backend"
+)
+
+
+def attend(problem: Problem, backend: str) -> tuple[Tensor, Tensor]:
+    """out and lse of a problem, differentiable."""
+    arguments = _flatten(problem, backend)
+    if torch.compiler.is_compiling():
+        return torch.ops.tilewise.forward(*arguments)
+    return _Attention.apply(*arguments)
+
+
+def _flatten(p: Problem, backend: str) -> tuple[Any, ...]:
+    s, packed, paged, dropout = p.scores, p.packed, p.paged, p.dropout
+    return (
+        *(p.q, p.k, p.v, s.bias, s.alibi_slopes, s.sinks, s.mask),
+        *(p.key_range or (None, None)),
+        dropout.seed if dropout else None,
+        *(packed[:2] if packed else (None, None)),
+        *(paged or (None, None)),
+        *(s.scale, s.softcap, dropout.p if dropout else 0.0),
+        *p.band,
+        *(packed[2:] if packed else (None, None)),
+        p.deterministic,
+        backend,
+    )
+
+
+def _unflatten(arguments: Sequence[Any]) -> Problem:
+    (q, k, v, bias, slopes, sinks, mask, start, end, seed, cu_q, cu_k, table, used) = arguments[
+        :_TENSORS
+    ]
+    (scale, softcap, p, left, right, align, max_q, max_k, deterministic, _) = arguments[_TENSORS:]
+    return Problem(
+        q,
+        k,
+        v,
+        Band(left, right, align),
+        Scores(scale, softcap, slopes, bias, mask, sinks),
+        None if start is None else KeyRange(start, end),
+        None if seed is None else Dropout(p, seed),
+        None if cu_q is None else Packed(cu_q, cu_k, max_q, max_k),
+        None if table is None else Paged(table, used),
+        deterministic,
+    )
+
+
+def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+    return dispatch.backend(arguments[-1]).forward(_unflatten(arguments))
+
+
+def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
+    problem = _unflatten(arguments)
+    out, lse = result_shapes(problem)
+    q = problem.q
+    return q.new_empty(out), q.new_empty(lse, dtype=accumulation_dtype(q.dtype))
+
+
+def _backward(
+    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, bias_grad: bool, *arguments: Any
+) -> tuple[Tensor, ...]:
+    problem = _unflatten(arguments)
+    g = dispatch.backend(arguments[-1]).backward(problem, out, lse, dout, dlse, bias_grad)
+    scores = [getattr(g.scores, name) for name in SCORE_NAMES]
+    return (g.q, g.k, g.v, *(problem.q.new_empty(0) if t is None else t for t in scores))
+
+
+def _backward_fake(
+    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, bias_grad: bool, *arguments: Any
+) -> tuple[Tensor, ...]:
+    q, k, v, *scores = arguments[:_DIFFERENTIABLE]
+    if not bias_grad:
+        scores[0] = None
+    return (
+        *(t.new_empty(t.shape) for t in (q, k, v)),
+        *(q.new_empty(0) if t is None else t.new_empty(t.shape) for t in scores),
+    )
+
+
+def _forward_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*inputs[:_TENSORS], *output)
+    ctx.save_for_forward(*inputs[:_TENSORS], *output)
+    ctx.options = inputs[_TENSORS:]
+
+
+def _forward_vjp(
+    ctx: Any, dout: Tensor | None, dlse: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    *tensors, out, lse = ctx.saved_tensors
+    needed = ctx.needs_input_grad[:_DIFFERENTIABLE]
+    rest = (None,) * (_TENSORS - _DIFFERENTIABLE + len(ctx.options))
+    if dout is None and dlse is None:
+        return (*(None,) * _DIFFERENTIABLE, *rest)
+    if dout is None:
+        dout = torch.zeros_like(out)
+    arguments = (dout, dlse, out, lse, needed[3], *tensors, *ctx.options)
+    if torch.compiler.is_compiling():
+        grads = torch.ops.tilewise.backward(*arguments)
+    else:
+        grads = _AttentionBackward.apply(*arguments)
+    return (*(g if need else None for g, need in zip(grads, needed, strict=True)), *rest)
+
+
+def _forward_jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, Tensor]:
+    *tensors, _, _ = ctx.saved_tensors
+    problem = _unflatten((*tensors, *ctx.options))
+    moves = _present(problem, tangents[:_DIFFERENTIABLE])
+    out, lse = derive(problem, Rowwise.jvp, moves, ("out", "lse"))
+    return out.to(problem.q.dtype), lse
+
+
+def _backward_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    dout, dlse, _, _, _, *arguments = inputs
+    tensors = (dout, dlse, *arguments[:_TENSORS])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors)
+    ctx.save_for_forward(*tensors)
+    ctx.options = tuple(arguments[_TENSORS:])
+    ctx.bias_grad = inputs[4]
+
+
+def _saved_backward(ctx: Any) -> tuple[Problem, list[tuple[str, Tensor]]]:
+    """The problem, and the cotangents (zeros where there was none) by name."""
+    dout, dlse, *tensors = ctx.saved_tensors
+    problem = _unflatten((*tensors, *ctx.options))
+    if dlse is None:
+        shape = result_shapes(problem)[1]
+        dlse = dout.new_zeros(shape, dtype=accumulation_dtype(dout.dtype))
+    return problem, [("out", dout), ("lse", dlse)]
+
+
+def _backward_vjp(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
+    problem, given = _saved_backward(ctx)
+    seconds = _present(problem, cotangents)
+    names = [name for name, _ in seconds]
+    grads = derive(
+        problem,
+        lambda program: program.vjp().vjp(),
+        (*given, *seconds),
+        (*names, "out", "lse"),
+    )
+    by_name = dict(zip((*names, "out", "lse"), grads, strict=True))
+    dout = by_name["out"].to(problem.q.dtype)
+    dlse = None if ctx.saved_tensors[1] is None else by_name["lse"]
+    operands = [
+        None if name not in by_name else by_name[name].to(t.dtype)
+        for name, t in _operands(problem)
+    ]
+    rest = (None,) * (_TENSORS - _DIFFERENTIABLE + len(ctx.options))
+    return (dout, dlse, None, None, None, *operands, *rest)
+
+
+def _backward_jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, ...]:
+    problem, given = _saved_backward(ctx)
+    moves = [
+        (name, torch.zeros_like(t) if move is None else move)
+        for (name, t), move in zip(given, tangents[:2], strict=True)
+    ]
+    seconds = _present(problem, tangents[5 : 5 + _DIFFERENTIABLE])
+    names = [name for name, _ in seconds]
+    results = derive(
+        problem, lambda program: program.vjp().jvp(), (*given, *seconds, *moves), names
+    )
+    by_name = dict(zip(names, results, strict=True))
+    bias_grad = ctx.bias_grad
+    return tuple(
+        problem.q.new_empty(0)
+        if name not in by_name or (name == "bias" and not bias_grad)
+        else by_name[name].to(t.dtype)
+        for name, t in _operands(problem)
+    )
+
+
+def _operands(problem: Problem) -> list[tuple[str, Tensor]]:
+    s = problem.scores
+    return [
+        ("q", problem.q),
+        ("k", problem.k),
+        ("v", problem.v),
+        *((name, getattr(s, name)) for name in SCORE_NAMES),
+    ]
+
+
+def _present(problem: Problem, moves: Sequence[Tensor | None]) -> list[tuple[str, Tensor]]:
+    """Each operand that there is, with its tangent or cotangent; zeros for a missing one."""
+    return [
+        (name, torch.zeros_like(t) if move is None or move.shape != t.shape else move)
+        for (name, t), move in zip(_operands(problem), moves, strict=True)
+        if t is not None
+    ]
+
+
+class _Attention(torch.autograd.Function):
+    generate_vmap_rule = True
+    setup_context = staticmethod(_forward_context)
+    backward = staticmethod(_forward_vjp)
+    jvp = staticmethod(_forward_jvp)
+
+    @staticmethod
+    def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+        return torch.ops.tilewise.forward(*arguments)
+
+
+class _AttentionBackward(torch.autograd.Function):
+    generate_vmap_rule = True
+    setup_context = staticmethod(_backward_context)
+    backward = staticmethod(_backward_vjp)
+    jvp = staticmethod(_backward_jvp)
+
+    @staticmethod
+    def forward(*arguments: Any) -> tuple[Tensor, ...]:
+        return torch.ops.tilewise.backward(*arguments)
+
+
+def _vmap(op: Any, first: int) -> Any:
+    """The vmap rule of an operator whose attention arguments begin at `first`.
+
+    Where every tensor has a batch dimension of its own, the mapped one joins it; else samples are
+    taken one by one (shared slopes or sinks, dropout, whose bits number the sequences, packing).
+    """
+
+    def rule(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[Any, Any]:
+        count = info.batch_size
+        tensors = arguments[first : first + _TENSORS]
+        batched = [t for i, t in enumerate(tensors) if i in (0, 1, 2, 6, 7, 8)]
+        if sum(t is not None for t in tensors) > sum(t is not None for t in batched):
+            samples = [
+                op(*(_sample(a, dim, i) for a, dim in zip(arguments, in_dims, strict=True)))
+                for i in range(count)
+            ]
+            outputs = tuple(torch.stack(parts) for parts in zip(*samples, strict=True))
+        else:
+            q, dim = arguments[first], in_dims[first]
+            size = q.shape[0] if dim is None else q.movedim(dim, 0).shape[1]
+            folded = (
+                _fold(a, dim, count, size) if isinstance(a, Tensor) else a
+                for a, dim in zip(arguments, in_dims, strict=True)
+            )
+            outputs = tuple(
+                t.unflatten(0, (count, size)) if t.ndim > 1 else t.expand(count, -1)
+                for t in op(*folded)
+            )
+        return outputs, (0,) * len(outputs)
+
+    return rule
+
+
+def _sample(argument: Any, dim: int | None, index: int) -> Any:
+    return argument if dim is None else argument.select(dim, index)
+
+
+def _fold(t: Tensor, dim: int | None, count: int, size: int) -> Tensor:
+    """The mapped dimension and the batch, (count, size, …), as one."""
+    t = t.unsqueeze(0) if dim is None else t.movedim(dim, 0)
+    return t.expand(count, size, *t.shape[2:]).flatten(0, 1)
+
+
+_library = torch.library.Library("tilewise", "DEF")
+_library.define(f"forward({_ARGUMENTS}) -> (Tensor, Tensor)")
+_library.define(
+    "backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, bool bias_grad, "
+    f"{_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+_library.impl("forward", _forward, "CompositeExplicitAutograd")
+_library.impl("backward", _backward, "CompositeExplicitAutograd")
+torch.library.register_fake("tilewise::forward", _forward_fake, lib=_library)
+torch.library.register_fake("tilewise::backward", _backward_fake, lib=_library)
+torch.library.register_autograd(
+    "tilewise::forward", _forward_vjp, setup_context=_forward_context, lib=_library
+)
+torch.library.register_autograd(
+    "tilewise::backward", _backward_vjp, setup_context=_backward_context, lib=_library
+)
+torch.library.register_vmap(
+    "tilewise::forward", _vmap(torch.ops.tilewise.forward, 0), lib=_library
+)
+torch.library.register_vmap(
+    "tilewise::backward", _vmap(torch.ops.tilewise.backward, 5), lib=_library
+)
