@@ -1,0 +1,56 @@
+"""The command line: ``tilewise COMMAND`` or ``python -m tilewise.cli COMMAND``.
+
+A registry, nothing more: each command lives in its own module, which imports what is heavy (torch,
+matplotlib, transformers) only when it runs, so that ``--help`` is quick.
+"""
+
+import io
+import sys
+
+import typer
+
+from tilewise import __version__
+from tilewise.cli.demo import demo
+
+app = typer.Typer(
+    help="Exact attention (FlashAttention) in O(n) memory.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"tilewise {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: bool = typer.Option(
+        False, "--version", help="Show the version and exit.", callback=_show_version, is_eager=True
+    ),
+) -> None:
+    """Options that come before a command."""
+
+
+app.command("demo")(demo)
+
+
+def main() -> None:
+    """Run the command line; a ValueError is one clear line on stderr and exit code 1."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(
+                errors="replace"
+            )  # a terminal without √ or 中 shows ?, not a traceback
+    try:
+        app()
+    except ValueError as error:
+        typer.echo(f"tilewise: {error}", err=True)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
