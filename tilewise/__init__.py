@@ -5,16 +5,19 @@
 """
 
 from tilewise.api import alibi_slopes, attention, attention_paged, attention_varlen, explain
+from tilewise.cost import Cost, cost
 from tilewise.dispatch import Choice
 from tilewise.merge import merge
 
 __version__ = "0.1.0"
 __all__ = [
     "Choice",
+    "Cost",
     "alibi_slopes",
     "attention",
     "attention_paged",
     "attention_varlen",
+    "cost",
     "explain",
     "merge",
 ]
