@@ -11,6 +11,7 @@ import typer
 
 from tilewise import __version__
 from tilewise.cli.demo import demo
+from tilewise.cli.describe import cost, explain
 
 app = typer.Typer(
     help="Exact attention (FlashAttention) in O(n) memory.",
@@ -36,6 +37,8 @@ def _options(
 
 
 app.command("demo")(demo)
+app.command("cost")(cost)
+app.command("explain")(explain)
 
 
 def main() -> None:
