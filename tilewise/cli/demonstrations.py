@@ -1,7 +1,6 @@
 """The five demonstrations of ``tilewise demo``, in order."""
 
-from collections.abc import Callable
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -19,7 +18,7 @@ EXACT = 1e-12  # float64
 
 class Outcome(NamedTuple):
     verdict: Literal["passed", "failed", "not run"]
-    measured: tuple[Usage, ...] = ()
+    measured: Sequence[Usage] = ()
 
 
 # ------------------------------------------------------------------ 1. online softmax
@@ -115,9 +114,8 @@ LENGTHS = (1024, 4096, 16384, 65536)
 HEAD_DIM = 128
 ON_CHIP_KB = 100
 ON_CHIP_ELEMENTS = ON_CHIP_KB * 1024 // torch.bfloat16.itemsize  # M
-SECONDS_AT_MOST = 15.0
-# How memory grows with n; time grows with n² for both.
-MEMORY_ORDER = {"standard": 2, "tilewise": 1}
+SECONDS_AT_MOST = 20.0
+MEMORY_ORDER = {"standard": 2, "tilewise": 1}  # peak ∝ n to this power; time ∝ n² for both
 
 
 def memory(screen: Screen, number: int) -> Outcome:
@@ -131,72 +129,84 @@ def memory(screen: Screen, number: int) -> Outcome:
         device=device_name(device),
         dtype=str(measure.dtype_on(device)).removeprefix("torch."),
     )
+    results = measure_all(screen, device)
 
-    measured, reasons = measure_all(screen, device)
+    columns = ["n", screen.text("memory.keeps"), "L", "4n²", "n²d²/M"]
+    for algorithm in MEMORY_ORDER:
+        name = name_of(screen, algorithm)
+        columns.append(screen.text("memory.peak", algorithm=name))
+        columns.append(screen.text("memory.time", algorithm=name))
     rows = []
     for n in LENGTHS:
         row = [str(n), size(2 * n**2 * torch.bfloat16.itemsize), size(n * torch.float32.itemsize)]
         row += [f"{4 * n**2:.1e}", f"{n**2 * HEAD_DIM**2 / ON_CHIP_ELEMENTS:.1e}"]
         for algorithm in MEMORY_ORDER:
-            usage = measured.get((algorithm, n))
-            row += ["—", "—"] if usage is None else [size(usage.peak_bytes), time_of(usage.seconds)]
+            result = results[algorithm, n]
+            if isinstance(result, Usage):
+                row += [size(result.peak_bytes), time_of(result.seconds)]
+            else:
+                row += ["—", "—"]
         rows.append(row)
-    columns = ["n", *map(screen.text, ("memory.keeps", "memory.extra"))]
-    columns += map(screen.text, ("memory.moved_standard", "memory.moved_tiled"))
-    for algorithm in MEMORY_ORDER:
-        name = name_of(screen, algorithm)
-        columns += [screen.text("memory.peak", algorithm=name)]
-        columns += [screen.text("memory.time", algorithm=name)]
     screen.table(columns, rows)
-    for reason in reasons:
-        screen.line(reason)
+    for result in results.values():
+        if isinstance(result, str):
+            screen.line(result)
 
-    passed = (
-        all(
-            usage.peak_bytes is None or usage.peak_bytes <= linear_allowance(usage.n, device)
-            for usage in measured.values()
-            if usage.algorithm == "tilewise"
-        )
-        and ("tilewise", LENGTHS[0]) in measured
+    usages = [result for result in results.values() if isinstance(result, Usage)]
+    if any(usage.peak_bytes is None for usage in usages):
+        screen.say("memory.no_counter")
+        return Outcome("not run", usages)
+    ours = [usage for usage in usages if usage.algorithm == "tilewise"]
+    passed = bool(ours) and all(
+        (usage.peak_bytes or 0) <= linear_allowance(usage.n, device) for usage in ours
     )
     screen.check(passed, "memory.check")
-    return Outcome("passed" if passed else "failed", tuple(measured.values()))
+    return Outcome("passed" if passed else "failed", usages)
 
 
-def measure_all(screen: Screen, device: str) -> tuple[dict[tuple[str, int], Usage], list[str]]:
-    """Every length that this machine can afford, and why the others were left out."""
-    measured: dict[tuple[str, int], Usage] = {}
-    reasons: list[str] = []
-    bytes_at_most = measure.memory_here(device)
+def measure_all(screen: Screen, device: str) -> dict[tuple[str, int], Usage | str]:
+    """Every length that this machine can afford; for the others the reason why not."""
+    results: dict[tuple[str, int], Usage | str] = {}
     with screen.progress() as progress:
         task = progress.add_task("", total=len(MEMORY_ORDER) * len(LENGTHS))
-        for algorithm, order in MEMORY_ORDER.items():
+        for algorithm in MEMORY_ORDER:
             last: Usage | None = None
             for n in LENGTHS:
                 named = {"algorithm": name_of(screen, algorithm), "n": n}
                 progress.update(task, description=screen.text("memory.progress", **named))
-                seconds = last.seconds * (n / last.n) ** 2 if last else 0.0
-                needed = int((last.peak_bytes or 0) * (n / last.n) ** order) if last else 0
-                if needed > bytes_at_most:
-                    limits = {"needed": size(needed), "limit": size(bytes_at_most)}
-                    reasons.append(screen.text("memory.unaffordable", **named, **limits))
-                elif seconds > SECONDS_AT_MOST:
-                    limits = {"needed": time_of(seconds), "limit": time_of(SECONDS_AT_MOST)}
-                    reasons.append(screen.text("memory.unaffordable", **named, **limits))
+                reason = unaffordable(last, n, device)
+                if reason is not None:
+                    needed, limit = reason
+                    results[algorithm, n] = screen.text(
+                        "memory.unaffordable", needed=needed, limit=limit, **named
+                    )
                 else:
                     try:
-                        last = measure.measure(algorithm, n, HEAD_DIM, device)
-                        measured[algorithm, n] = last
-                    except BrokenProcessPool:
-                        reasons.append(screen.text("memory.died", **named))
+                        last = results[algorithm, n] = measure.measure(
+                            algorithm, n, HEAD_DIM, device
+                        )
+                    except RuntimeError as error:  # no memory, or the system ended the process
+                        results[algorithm, n] = screen.text("memory.died", error=error, **named)
                 progress.advance(task)
-    if any(usage.peak_bytes is None for usage in measured.values()):
-        reasons.append(screen.text("memory.no_counter"))
-    return measured, reasons
+    return results
+
+
+def unaffordable(last: Usage | None, n: int, device: str) -> tuple[str, str] | None:
+    """What n would take, judged by the last measurement, and the limit that this passes."""
+    if last is None:
+        return None
+    bytes_needed = (last.peak_bytes or 0) * (n // last.n) ** MEMORY_ORDER[last.algorithm]
+    seconds_needed = last.seconds * (n / last.n) ** 2
+    bytes_at_most = measure.memory_here(device)
+    if bytes_needed > bytes_at_most:
+        return size(bytes_needed), size(bytes_at_most)
+    if seconds_needed > SECONDS_AT_MOST:
+        return time_of(seconds_needed), time_of(SECONDS_AT_MOST)
+    return None
 
 
 def linear_allowance(n: int, device: str) -> int:
-    """O, its gradient's workspace and three gradients are n×d; a tile's workspace is constant."""
+    """Outputs, gradients and what is kept are n×d each; the workspace of a tile is constant."""
     return 64 * 2**20 + 16 * n * HEAD_DIM * measure.dtype_on(device).itemsize
 
 
@@ -319,4 +329,4 @@ def size(count: int | None) -> str:
 
 
 def time_of(seconds: float) -> str:
-    return f"{seconds * 1000:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+    return f"{seconds * 1000:.3g} ms" if seconds < 1 else f"{seconds:.1f} s"

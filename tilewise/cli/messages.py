@@ -33,7 +33,7 @@ _TEXTS: dict[str, tuple[str, str]] = {
     "no": ("no", "否"),
     "algorithm": ("algorithm", "算法"),
     "textbook": ("textbook", "教学版"),
-    "standard": ("standard", "标准注意力"),
+    "standard": ("standard", "标准形式"),
     # ---------------------------------------------------------------- 1. online softmax
     "online.title": ("softmax in one pass", "只读一遍数据的 softmax"),
     "online.intro": (
@@ -93,9 +93,6 @@ _TEXTS: dict[str, tuple[str, str]] = {
         "每次测量都在单独的进程中进行。",
     ),
     "memory.keeps": ("S and P", "S 与 P"),
-    "memory.extra": ("L", "L"),
-    "memory.moved_standard": ("4n²", "4n²"),
-    "memory.moved_tiled": ("n²d²/M", "n²d²/M"),
     "memory.peak": ("{algorithm}\nmemory", "{algorithm}\n内存"),
     "memory.time": ("{algorithm}\ntime", "{algorithm}\n时间"),
     "memory.progress": ("measuring {algorithm}, n = {n}", "正在测量：{algorithm}，n = {n}"),
@@ -104,8 +101,8 @@ _TEXTS: dict[str, tuple[str, str]] = {
         "— {algorithm}，n = {n}：约需 {needed}，超出本演示的上限 {limit}。",
     ),
     "memory.died": (
-        "— {algorithm}, n = {n}: the process was ended, most likely for lack of memory.",
-        "— {algorithm}，n = {n}：进程被系统终止，多半是内存不足。",
+        "— {algorithm}, n = {n}: stopped: {error}",
+        "— {algorithm}，n = {n}：中止：{error}",
     ),
     "memory.no_counter": (
         "Peak memory is read with psutil on this system: pip install psutil",

@@ -1,8 +1,10 @@
 """A small language model, with the attention of transformers or with tilewise's."""
 
+import io
 import os
 import time
 from collections.abc import Callable
+from contextlib import redirect_stderr
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -55,10 +57,10 @@ class LanguageModel:
         assert spec.submodule_search_locations
         folder = spec.submodule_search_locations[0]
         self.device = device
-        self.tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=FILE)
-        self.model: Any = AutoModelForCausalLM.from_pretrained(
-            folder, gguf_file=FILE, dtype=torch.float32
-        )
+        with redirect_stderr(io.StringIO()):  # a progress bar that no setting turns off
+            self.tokenizer: Any = AutoTokenizer.from_pretrained(folder, gguf_file=FILE)
+            model: Any = AutoModelForCausalLM
+            self.model = model.from_pretrained(folder, gguf_file=FILE, dtype=torch.float32)
         self.model.to(device)
 
     def read(self, text: str, tokens: int) -> Tensor:
