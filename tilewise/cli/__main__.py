@@ -10,6 +10,7 @@ import sys
 import typer
 
 from tilewise import __version__
+from tilewise.cli.bench import bench
 from tilewise.cli.demo import demo
 from tilewise.cli.describe import cost, explain
 
@@ -39,6 +40,7 @@ def _options(
 app.command("demo")(demo)
 app.command("cost")(cost)
 app.command("explain")(explain)
+app.add_typer(bench, name="bench")
 
 
 def main() -> None:

@@ -1,0 +1,177 @@
+"""``tilewise bench``: measured against what users have today, in one process."""
+
+import csv
+import datetime
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from tilewise.cli.bench_cpu import Outcome, Sizes
+
+MAX_COLUMNS = 100
+
+bench = typer.Typer(help="Measure speed and memory against PyTorch.", no_args_is_help=True)
+
+
+@bench.callback()
+def _benches() -> None:
+    """Measure speed and memory against PyTorch."""
+
+
+@bench.command()
+def cpu(
+    quick: Annotated[bool, typer.Option("--quick", help="A subset, about a minute.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="Also S = 16k, which takes long.")] = False,
+    only: Annotated[
+        str, typer.Option(metavar="TEXT", help="Only cases whose description contains this.")
+    ] = "",
+    csv_file: Annotated[
+        Path | None, typer.Option("--csv", dir_okay=False, help="Also append rows to this file.")
+    ] = None,
+) -> None:
+    """Ratios to F.scaled_dot_product_attention on one thread, and memory of a long sequence.
+
+    Exit code 1 if a result differs from the peer's.
+    """
+    from tilewise.cli import bench_cpu
+
+    if quick and full:
+        raise typer.BadParameter("--quick and --full exclude each other")
+    sizes = bench_cpu.QUICK if quick else bench_cpu.FULL if full else bench_cpu.USUAL
+    options = ["--quick"] * quick + ["--full"] * full + [f"--only '{only}'"] * bool(only)
+    outcomes = run_cpu(sizes, only)
+    show(outcomes)
+    if csv_file is not None:
+        append_csv(csv_file, " ".join(["tilewise bench cpu", *options]), outcomes)
+    if any(outcome.wrong for outcome in outcomes):
+        raise typer.Exit(1)
+
+
+def run_cpu(sizes: "Sizes", only: str = "") -> "list[Outcome]":
+    """Outcomes of the cases whose description contains `only`; progress goes to stderr."""
+    from tilewise.cli import bench_cpu
+
+    cases = [case for case in bench_cpu.cases(sizes) if only in str(case)]
+    if not cases:
+        raise typer.BadParameter(f"no case's description contains {only!r}", param_hint="--only")
+    console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+    outcomes = []
+    with bench_cpu.one_thread(), _progress(console) as progress:
+        task = progress.add_task("", total=len(cases))
+        for number, case in enumerate(cases, 1):
+            progress.update(task, description=str(case))
+            outcome = bench_cpu.run(case, sizes.seconds)
+            progress.advance(task)
+            if not console.is_terminal:
+                result = outcome.note or f"ratio {outcome.ratio:.2f}"
+                console.print(f"[{number}/{len(cases)}] {case}: {result}")
+            outcomes.append(outcome)
+    return outcomes
+
+
+def _progress(console: Console) -> Progress:
+    """A bar that leaves nothing behind, and shows on a terminal only."""
+    return Progress(
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+
+
+def show(outcomes: "Sequence[Outcome]") -> None:
+    """The table of outcomes, and notes below it."""
+    console = Console(highlight=False, markup=False)
+    console.width = min(console.width, MAX_COLUMNS) if console.is_terminal else MAX_COLUMNS
+    here = environment()
+    console.print(
+        f"tilewise {here['tilewise version']}, torch {here['torch']}, {here['cpu']}, one thread"
+    )
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
+    for name in figures(outcomes[0]):
+        if name != "MB":
+            text = name in ("case", "dtype", "mask", "pass", "peer", "check")
+            header = name.replace(" ", "\n")
+            table.add_column(header, justify="left" if text else "right", no_wrap=True)
+    for outcome in outcomes:
+        row = figures(outcome)
+        del row["MB"]
+        table.add_row(*row.values(), style="bold red" if outcome.wrong else None)
+    console.print(table)
+    for outcome in outcomes:
+        if outcome.note:
+            console.print(f"{outcome.case}: {outcome.note}")
+
+
+def append_csv(path: Path, command: str, outcomes: "Sequence[Outcome]") -> None:
+    """A row per outcome; the names of the columns go before the first row of a file."""
+    rows = [{**environment(), "command": command, **figures(outcome)} for outcome in outcomes]
+    with path.open("a", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        if file.tell() == 0:
+            writer.writeheader()
+        writer.writerows(rows)
+
+
+def figures(outcome: "Outcome") -> dict[str, str]:
+    """The cells of a row by the names of their columns; empty where there is no figure."""
+    case = outcome.case
+
+    def number(value: float | None, digits: int) -> str:
+        return "" if value is None else f"{value:.{digits}f}"
+
+    def ms(seconds: float | None) -> str:
+        return "" if seconds is None else f"{1e3 * seconds:.2f}"
+
+    checked = outcome.ratio is not None
+    return {
+        "case": case.name,
+        "dtype": case.dtype,
+        "S": str(case.keys),
+        "D": str(case.head_dim),
+        "mask": str(case.mask),
+        "pass": case.when,
+        "tilewise ms": ms(outcome.seconds),
+        "peer": case.peer,
+        "peer ms": ms(outcome.peer_seconds),
+        "ratio": number(outcome.ratio, 2),
+        "GF/s": number(outcome.gflops, 1),
+        "MB": number(outcome.megabytes, 1),
+        "check": "WRONG" if outcome.wrong else "ok" if checked else "",
+    }
+
+
+def environment() -> dict[str, str]:
+    """Where and when a figure was taken."""
+    import torch
+
+    import tilewise
+
+    return {
+        "date": datetime.date.today().isoformat(),
+        "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs",
+        "cpu": f"{_cpu_name()} ({torch.backends.cpu.get_cpu_capability()})",
+        "torch": torch.__version__,
+        "tilewise version": tilewise.__version__,
+    }
+
+
+def _cpu_name() -> str:
+    if sys.platform == "linux":
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
