@@ -266,14 +266,13 @@ def row_blocks(i0: int, i1: int, step: int) -> Iterator[tuple[int, int]]:
 
 
 def forward_in_blocks(
-    problem: Problem, i0: int, i1: int, out: Tensor, lse: Tensor, dtype: torch.dtype
-) -> None:
-    """Writes rows i0 … i1 − 1 of out and lse of a dense problem, O(n) in memory."""
+    problem: Problem, i0: int, i1: int, dtype: torch.dtype
+) -> Iterator[tuple[int, int, Tensor, Tensor]]:
+    """Rows i0 … i1 − 1 of a dense problem a few at a time: (r0, r1, out like q, lse)."""
     b, _, hq, _ = problem.q.shape
     for r0, r1 in row_blocks(i0, i1, rows_at_once(b * hq, problem.k.shape[1])):
         o, m = forward(*block(problem, dtype, r0, r1), masked_product)
-        out[:, r0:r1] = o.transpose(1, 2)
-        lse[:, :, r0:r1] = m
+        yield r0, r1, o.transpose(1, 2), m
 
 
 def backward_in_blocks(

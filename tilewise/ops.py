@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tilewise import dispatch
 from tilewise.derivatives import SCORE_NAMES, Rowwise, derive
-from tilewise.results import accumulation_dtype, result_shapes
+from tilewise.results import Result, accumulation_dtype, result_shapes
 from tilewise.spec import Band, Dropout, KeyRange, Packed, Paged, Problem, Scores
 
 _DIFFERENTIABLE = 6
@@ -33,9 +33,11 @@ _ARGUMENTS = (
 def attend(problem: Problem, backend: str) -> tuple[Tensor, Tensor]:
     """out and lse of a problem, differentiable."""
     arguments = _flatten(problem, backend)
-    if torch.compiler.is_compiling():
-        return torch.ops.tilewise.forward(*arguments)
-    return _Attention.apply(*arguments)
+    attention = (
+        torch.ops.tilewise.forward if torch.compiler.is_compiling() else _Attention.apply
+    )
+    out, lse, _ = attention(*arguments)
+    return out, lse
 
 
 def _flatten(p: Problem, backend: str) -> tuple[Any, ...]:
@@ -73,28 +75,42 @@ def _unflatten(arguments: Sequence[Any]) -> Problem:
     )
 
 
-def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     return dispatch.backend(arguments[-1]).forward(_unflatten(arguments))
 
 
-def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
+def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     problem = _unflatten(arguments)
     out, lse = result_shapes(problem)
-    q = problem.q
-    return q.new_empty(out), q.new_empty(lse, dtype=accumulation_dtype(q.dtype))
+    low = lse if dispatch.backend(arguments[-1]).SPLITS_LSE else (0,)
+    q, dtype = problem.q, accumulation_dtype(problem.q.dtype)
+    return q.new_empty(out), q.new_empty(lse, dtype=dtype), q.new_empty(low, dtype=dtype)
 
 
 def _backward(
-    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, bias_grad: bool, *arguments: Any
+    dout: Tensor,
+    dlse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    lse_low: Tensor,
+    bias_grad: bool,
+    *arguments: Any,
 ) -> tuple[Tensor, ...]:
     problem = _unflatten(arguments)
-    g = dispatch.backend(arguments[-1]).backward(problem, out, lse, dout, dlse, bias_grad)
+    backward = dispatch.backend(arguments[-1]).backward
+    g = backward(problem, Result(out, lse, lse_low), dout, dlse, bias_grad)
     scores = [getattr(g.scores, name) for name in SCORE_NAMES]
     return (g.q, g.k, g.v, *(problem.q.new_empty(0) if t is None else t for t in scores))
 
 
 def _backward_fake(
-    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, bias_grad: bool, *arguments: Any
+    dout: Tensor,
+    dlse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    lse_low: Tensor,
+    bias_grad: bool,
+    *arguments: Any,
 ) -> tuple[Tensor, ...]:
     q, k, v, *scores = arguments[:_DIFFERENTIABLE]
     if not bias_grad:
@@ -105,24 +121,25 @@ def _backward_fake(
     )
 
 
-def _forward_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _forward_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(output[2])
     ctx.save_for_backward(*inputs[:_TENSORS], *output)
     ctx.save_for_forward(*inputs[:_TENSORS], *output)
     ctx.options = inputs[_TENSORS:]
 
 
 def _forward_vjp(
-    ctx: Any, dout: Tensor | None, dlse: Tensor | None
+    ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None
 ) -> tuple[Tensor | None, ...]:
-    *tensors, out, lse = ctx.saved_tensors
+    *tensors, out, lse, lse_low = ctx.saved_tensors
     needed = ctx.needs_input_grad[:_DIFFERENTIABLE]
     rest = (None,) * (_TENSORS - _DIFFERENTIABLE + len(ctx.options))
     if dout is None and dlse is None:
         return (*(None,) * _DIFFERENTIABLE, *rest)
     if dout is None:
         dout = torch.zeros_like(out)
-    arguments = (dout, dlse, out, lse, needed[3], *tensors, *ctx.options)
+    arguments = (dout, dlse, out, lse, lse_low, needed[3], *tensors, *ctx.options)
     if torch.compiler.is_compiling():
         grads = torch.ops.tilewise.backward(*arguments)
     else:
@@ -130,22 +147,22 @@ def _forward_vjp(
     return (*(g if need else None for g, need in zip(grads, needed, strict=True)), *rest)
 
 
-def _forward_jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, Tensor]:
-    *tensors, _, _ = ctx.saved_tensors
+def _forward_jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, Tensor, None]:
+    tensors = ctx.saved_tensors[:_TENSORS]
     problem = _unflatten((*tensors, *ctx.options))
     moves = _present(problem, tangents[:_DIFFERENTIABLE])
     out, lse = derive(problem, Rowwise.jvp, moves, ("out", "lse"))
-    return out.to(problem.q.dtype), lse
+    return out.to(problem.q.dtype), lse, None
 
 
 def _backward_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    dout, dlse, _, _, _, *arguments = inputs
+    dout, dlse, _, _, _, bias_grad, *arguments = inputs
     tensors = (dout, dlse, *arguments[:_TENSORS])
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors)
     ctx.save_for_forward(*tensors)
     ctx.options = tuple(arguments[_TENSORS:])
-    ctx.bias_grad = inputs[4]
+    ctx.bias_grad = bias_grad
 
 
 def _saved_backward(ctx: Any) -> tuple[Problem, list[tuple[str, Tensor]]]:
@@ -176,7 +193,7 @@ def _backward_vjp(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, 
         for name, t in _operands(problem)
     ]
     rest = (None,) * (_TENSORS - _DIFFERENTIABLE + len(ctx.options))
-    return (dout, dlse, None, None, None, *operands, *rest)
+    return (dout, dlse, None, None, None, None, *operands, *rest)
 
 
 def _backward_jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, ...]:
@@ -185,7 +202,7 @@ def _backward_jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, ...]:
         (name, torch.zeros_like(t) if move is None else move)
         for (name, t), move in zip(given, tangents[:2], strict=True)
     ]
-    seconds = _present(problem, tangents[5 : 5 + _DIFFERENTIABLE])
+    seconds = _present(problem, tangents[6 : 6 + _DIFFERENTIABLE])
     names = [name for name, _ in seconds]
     results = derive(
         problem, lambda program: program.vjp().jvp(), (*given, *seconds, *moves), names
@@ -226,7 +243,7 @@ class _Attention(torch.autograd.Function):
     jvp = staticmethod(_forward_jvp)
 
     @staticmethod
-    def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+    def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
         return torch.ops.tilewise.forward(*arguments)
 
 
@@ -285,9 +302,9 @@ def _fold(t: Tensor, dim: int | None, count: int, size: int) -> Tensor:
 
 
 _library = torch.library.Library("tilewise", "DEF")
-_library.define(f"forward({_ARGUMENTS}) -> (Tensor, Tensor)")
+_library.define(f"forward({_ARGUMENTS}) -> (Tensor, Tensor, Tensor)")
 _library.define(
-    "backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, bool bias_grad, "
+    "backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor lse_low, bool bias_grad, "
     f"{_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 _library.impl("forward", _forward, "CompositeExplicitAutograd")
@@ -304,5 +321,5 @@ torch.library.register_vmap(
     "tilewise::forward", _vmap(torch.ops.tilewise.forward, 0), lib=_library
 )
 torch.library.register_vmap(
-    "tilewise::backward", _vmap(torch.ops.tilewise.backward, 5), lib=_library
+    "tilewise::backward", _vmap(torch.ops.tilewise.backward, 6), lib=_library
 )

@@ -22,11 +22,47 @@ def result_shapes(problem: Problem) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return out, (q[1], q[0]) if problem.packed is not None else (q[0], q[2], q[1])
 
 
-def empty_result(problem: Problem) -> tuple[Tensor, Tensor]:
+class Result(NamedTuple):
+    """What a forward pass leaves for a backward one.
+
+    `lse_low` is what rounding took from lse, so that exp(s − lse − lse_low) is as exact as s; a
+    backend that does without (its SPLITS_LSE is False) leaves it empty, of size 0.
+    """
+
+    out: Tensor
+    lse: Tensor
+    lse_low: Tensor
+
+    def of(self, sequence: Sequence) -> Result:
+        """The views that belong to one sequence; of a backend that splits lse."""
+        return Result(
+            sequence.of_q(self.out), sequence.of_lse(self.lse), sequence.of_lse(self.lse_low)
+        )
+
+    def part(self, batch: slice, heads: slice) -> Result:
+        """The views that belong to a part of a dense problem."""
+        lse, low = (t[batch, heads] for t in self[1:])
+        return Result(self.out[batch, :, heads], lse, low)
+
+    def rows(self, i0: int, i1: int) -> Result:
+        """The views of some rows of a dense problem."""
+        return Result(self.out[:, i0:i1], self.lse[:, :, i0:i1], self.lse_low[:, :, i0:i1])
+
+    def set_lse(self, exact: Tensor) -> None:
+        """Writes lse and lse_low from a float64 lse."""
+        self.lse.copy_(exact)
+        self.lse_low.copy_((exact - self.lse).masked_fill_(exact == float("-inf"), 0))
+
+
+def empty_result(problem: Problem, splits_lse: bool) -> Result:
     """out = 0 and lse = −inf, what rows without a key get."""
     out, lse = result_shapes(problem)
-    dtype = accumulation_dtype(problem.q.dtype)
-    return problem.q.new_zeros(out), problem.q.new_full(lse, float("-inf"), dtype=dtype)
+    dtype, q = accumulation_dtype(problem.q.dtype), problem.q
+    return Result(
+        q.new_zeros(out),
+        q.new_full(lse, float("-inf"), dtype=dtype),
+        q.new_zeros(lse if splits_lse else (0,), dtype=dtype),
+    )
 
 
 class Gradients(NamedTuple):

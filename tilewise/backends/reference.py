@@ -14,11 +14,15 @@ from torch import Tensor
 from tilewise import dense
 from tilewise.results import (
     Gradients,
+    Result,
     accumulation_dtype,
     empty_result,
     zero_gradients,
 )
 from tilewise.spec import Problem, sequences
+
+
+SPLITS_LSE = False
 
 
 def unsupported(problem: Problem) -> list[str]:
@@ -31,28 +35,27 @@ def config(problem: Problem) -> dict[str, Any]:
 
 def forward(
     problem: Problem, rounded: Callable[[Tensor], Tensor] = dense.exact
-) -> tuple[Tensor, Tensor]:
+) -> Result:
     """out, laid out like q, and lse."""
     dtype = accumulation_dtype(problem.q.dtype)
-    out, lse = empty_result(problem)
+    result = empty_result(problem, SPLITS_LSE)
     for sequence in sequences(problem):
         p = sequence.problem
         o, m = dense.forward(*dense.block(p, dtype, 0, p.q.shape[1]), dense.masked_product, rounded)
-        sequence.of_q(out).copy_(o.transpose(1, 2))
-        sequence.of_lse(lse).copy_(m)
-    return out, lse
+        sequence.of_q(result.out).copy_(o.transpose(1, 2))
+        sequence.of_lse(result.lse).copy_(m)
+    return result
 
 
 def backward(
     problem: Problem,
-    out: Tensor,
-    lse: Tensor,
+    result: Result,
     dout: Tensor,
     dlse: Tensor | None,
     bias_grad: bool = True,
     rounded: Callable[[Tensor], Tensor] = dense.exact,
 ) -> Gradients:
-    """Gradients of what was given; `out` and `lse` are recomputed, as a definition should."""
+    """Gradients of what was given; `result` is computed anew, as befits a definition."""
     dtype = accumulation_dtype(problem.q.dtype)
     grads = zero_gradients(problem, bias_grad)
     for sequence in sequences(problem):

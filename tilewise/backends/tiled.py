@@ -24,7 +24,13 @@ from torch import Tensor
 from tilewise import dense
 from tilewise.backends.products import product_for
 from tilewise.random import keep_mask, keep_scale
-from tilewise.results import Gradients, accumulation_dtype, empty_result, zero_gradients
+from tilewise.results import (
+    Gradients,
+    Result,
+    accumulation_dtype,
+    empty_result,
+    zero_gradients,
+)
 from tilewise.spec import ALL, Bounds, Problem, Scores, part_of, sequences
 
 LOG2E = math.log2(math.e)
@@ -32,8 +38,9 @@ NEG_INF = float("-inf")
 # A tile holds this many scores, 2 MB of float32. A band's edge wastes half a tile, so it has smaller ones.
 TILE_SCORES, TILE_SCORES_IN_BAND = 512 * 1024, 256 * 1024
 ROWS, ROWS_IN_BAND = 512, 256
-# Beyond this |lse|, exp(s − lse) from one rounded lse loses more than a part in 10⁴.
+# Beyond this |lse|, rounding the scores loses more than a part in 10⁴ of exp(s − lse).
 LARGEST_LSE = 1024.0
+SPLITS_LSE = True
 
 
 def unsupported(problem: Problem) -> list[str]:
@@ -49,21 +56,20 @@ def config(problem: Problem) -> dict[str, Any]:
     return {"rows": rows, "keys": area // rows, "product": product.name}
 
 
-def forward(problem: Problem) -> tuple[Tensor, Tensor]:
+def forward(problem: Problem) -> Result:
     """out, laid out like q, and lse."""
-    out, lse = empty_result(problem)
+    result = empty_result(problem, SPLITS_LSE)
     for sequence in sequences(problem):
-        o, m = sequence.of_q(out), sequence.of_lse(lse)
+        whole = result.of(sequence)
         for batch, heads, kv_heads in _parts(sequence.problem):
             part = sequence.problem.part(batch, kv_heads)
-            _forward_part(part, o[batch, :, heads], m[batch, heads])
-    return out, lse
+            _forward_part(part, whole.part(batch, heads))
+    return result
 
 
 def backward(
     problem: Problem,
-    out: Tensor,
-    lse: Tensor,
+    result: Result,
     dout: Tensor,
     dlse: Tensor | None,
     bias_grad: bool = True,
@@ -71,14 +77,12 @@ def backward(
     """Gradients of q, k, v and of the bias (if wanted), slopes and sinks that there are."""
     grads = zero_gradients(problem, bias_grad)
     for sequence in sequences(problem):
-        o, do, m = sequence.of_q(out), sequence.of_q(dout), sequence.of_lse(lse)
+        whole, do, g = result.of(sequence), sequence.of_q(dout), grads.of(sequence)
         dm = None if dlse is None else sequence.of_lse(dlse)
-        g = grads.of(sequence)
         for batch, heads, kv_heads in _parts(sequence.problem):
             _backward_part(
                 sequence.problem.part(batch, kv_heads),
-                o[batch, :, heads],
-                m[batch, heads],
+                whole.part(batch, heads),
                 do[batch, :, heads],
                 None if dm is None else dm[batch, heads],
                 g.part(batch, kv_heads, sequence.problem.groups),
@@ -135,7 +139,7 @@ class _Tiles:
         s = part.scores
         # Where nothing comes between, scores stay raw and the scale is folded into the exponent.
         self.plain = s.scale > 0 and s.softcap is None and s.alibi_slopes is None and s.bias is None
-        self.unit = s.scale if self.plain else 1.0
+        self.exponent = (s.scale if self.plain else 1.0) * LOG2E
         banded = part.band.left is not None or part.band.right is not None
         rows = ROWS_IN_BAND if banded else ROWS
         self.step = min(max(1, rows // self.groups), self.queries)
@@ -179,6 +183,10 @@ class _Tiles:
     def key_stack(self, t: Tensor) -> Tensor:
         """(batch, keys, Hkv, D) as a stack (N, keys, D) in the dtype of the arithmetic."""
         return t.transpose(1, 2).reshape(self.stack, -1, t.shape[-1]).to(self.dtype)
+
+    def of_lse(self, t: Tensor) -> Tensor:
+        """A stack (N, rows, 1) as (batch, Hq, queries)."""
+        return self.grid(t).squeeze(-1).permute(0, 1, 3, 2).flatten(1, 2)
 
     def lse_stack(self, t: Tensor) -> Tensor:
         """(batch, Hq, queries) as a stack (N, rows, 1)."""
@@ -265,8 +273,8 @@ class _Tiles:
                 grid.masked_fill_(~mask, NEG_INF)
 
     def exponentials(self, s: Tensor, shift: Tensor) -> Tensor:
-        """2^(c·s + shift) in place, with c = unit · log2 e: one pass for scale, base and maximum."""
-        return torch.add(shift, s, alpha=self.unit * LOG2E, out=s).exp2_()
+        """2^(c·s + shift) in place, c being `exponent`: one pass for scale, base and maximum."""
+        return torch.add(shift, s, alpha=self.exponent, out=s).exp2_()
 
     def kept(self, p: Tensor, at: _Where) -> Tensor | None:
         """Which probabilities dropout keeps, as 0 and 1 / (1 − p) in a stack like p."""
@@ -286,41 +294,47 @@ class _Tiles:
         return (keep.to(self.dtype) * keep_scale(dropout.p)).view(p.shape)
 
 
-def _forward_part(part: Problem, out: Tensor, lse: Tensor) -> None:
-    """Writes out (b, Sq, Hq, Dv) and lse (b, Hq, Sq)."""
+def _forward_part(part: Problem, result: Result) -> None:
+    """Writes the result of one part."""
     tiles = _Tiles(part)
     blocks, scratch = tiles.query_blocks(), tiles.scratch()
     # Keys that several query blocks will read are converted once; others as they pass by.
     k, v = (t.to(tiles.dtype) if len(blocks) > 1 else t for t in (part.k, part.v))
     for i0, i1 in blocks:
-        o, m = _forward_rows(tiles, i0, i1, k, v, scratch)
-        if _trustworthy(part, o, m, i0, i1):
-            tiles.query_grid(out[:, i0:i1]).copy_(tiles.grid(o))
-            tiles.lse_grid(lse[:, :, i0:i1]).copy_(tiles.grid(m).squeeze(-1))
+        out, lse = _forward_rows(tiles, i0, i1, k, v, scratch)
+        if _trustworthy(part, out, lse, i0, i1):
+            rows = result.rows(i0, i1)
+            tiles.query_grid(rows.out).copy_(tiles.grid(out))
+            rows.set_lse(tiles.of_lse(lse))
         else:
-            dense.forward_in_blocks(part, i0, i1, out, lse, torch.float64)
+            for r0, r1, exact_out, exact_lse in dense.forward_in_blocks(part, i0, i1, torch.float64):
+                rows = result.rows(r0, r1)
+                rows.out.copy_(exact_out)
+                rows.set_lse(exact_lse)
 
 
 def _forward_rows(
     tiles: _Tiles, i0: int, i1: int, k: Tensor, v: Tensor, scratch: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """out (N, rows, Dv) and lse (N, rows, 1) of rows i0 … i1 − 1 by the online softmax."""
+    """out (N, rows, Dv) and float64 lse (N, rows, 1) of rows i0 … i1 − 1 by the online softmax."""
     q = tiles.query_stack(tiles.part.q[:, i0:i1])
     edges = tiles.edges(i0, i1)
     m = q.new_full((*q.shape[:2], 1), NEG_INF)
-    l = torch.zeros_like(m)
+    # A row without a key so far has m = −inf and shift = +inf.
+    shift, l = torch.full_like(m, -NEG_INF), torch.zeros_like(m)
     acc = None
     for j0, j1 in tiles.key_blocks(edges.bounds.first, edges.bounds.last):
         at = _Where(i0, i1, j0, j1)
         if tiles.hidden_by_mask(at):
             continue
         s, _ = tiles.logits(q, tiles.key_stack(k[:, j0:j1]), at, edges, scratch)
-        m_new = torch.maximum(m, s.amax(-1, keepdim=True))
-        # A row without a key so far has m = −inf; its base is 0, where exp(−inf) is 0.
-        shift = m_new.masked_fill(m_new == NEG_INF, 0).mul_(-tiles.unit * LOG2E)
-        p = tiles.exponentials(s, shift)
-        rebase = tiles.exponentials(m, shift)
-        m, l = m_new, l.mul_(rebase).add_(p.sum(-1, keepdim=True))
+        m = torch.maximum(m, s.amax(-1, keepdim=True))
+        shift_before, shift = shift, m * -tiles.exponent
+        base = shift.masked_fill(m == NEG_INF, 0)
+        p = tiles.exponentials(s, base)
+        # By the shifts themselves, which are rounded, so that old and new terms have one base.
+        rebase = torch.sub(base, shift_before).exp2_()
+        l = l.mul_(rebase).add_(p.sum(-1, keepdim=True))
         kept = tiles.kept(p, at)
         if kept is not None:
             p.mul_(kept)
@@ -331,20 +345,18 @@ def _forward_rows(
             tiles.product.add_nn(acc.mul_(rebase), p, values)
     if acc is None:
         acc = q.new_zeros((*q.shape[:2], v.shape[-1]))
-    return _normalised(acc, m.mul_(tiles.unit), l, tiles.sink_stack(q.shape[1]))
+    return _normalised(acc, shift, l, tiles.sink_stack(q.shape[1]))
 
 
-def _normalised(acc: Tensor, m: Tensor, l: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
-    """out and lse of finished rows, with the sink's share in the sum."""
+def _normalised(acc: Tensor, shift: Tensor, l: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+    """out and float64 lse of finished rows, whose sums l are of 2^(c·s + shift), and the sink's."""
+    lse = l.double().log().sub_(shift.double(), alpha=math.log(2))
+    empty = l == 0
     if sink is not None:
-        top = torch.maximum(m, sink)
-        base = top.masked_fill(top == NEG_INF, 0)
-        rebase = (m - base).exp_()
-        acc = acc.mul_(rebase)
-        l = l.mul_(rebase).add_((sink - base).exp_())
-        m = top
-    lse = l.log().add_(m)
-    return acc.div_(l.masked_fill(l == 0, 1)), lse
+        total = torch.logaddexp(lse, sink.double())
+        l = l * (total - lse).exp_().to(l.dtype)
+        lse = total
+    return acc.div_(l.masked_fill_(empty, 1)), lse
 
 
 def _trustworthy(part: Problem, out: Tensor, lse: Tensor, i0: int, i1: int) -> bool:
@@ -365,6 +377,8 @@ def _empties_explained(part: Problem, lse: Tensor, i0: int, i1: int) -> bool:
     """Whether no row has lse = −inf because its logits overflowed."""
     s = part.scores
     if s.mask is not None or s.bias is not None:
+        if part.k.numel() == 0:
+            return True
         largest = float(part.q.abs().amax()) * float(part.k.abs().amax())
         return largest * part.q.shape[-1] * max(1.0, abs(s.scale)) < 1e37
     lo, hi = part.interval(i0, i1)
@@ -374,11 +388,11 @@ def _empties_explained(part: Problem, lse: Tensor, i0: int, i1: int) -> bool:
 
 
 def _backward_part(
-    part: Problem, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, grads: Gradients
+    part: Problem, result: Result, dout: Tensor, dlse: Tensor | None, grads: Gradients
 ) -> None:
     """Writes the gradients of q, k, v of one part and adds those of bias, slopes and sinks."""
     sums = _zero_like(grads.scores)
-    if not (_moderate(lse) and _backward_tiles(part, out, lse, dout, dlse, grads, sums)):
+    if not (_moderate(result.lse) and _backward_tiles(part, result, dout, dlse, grads, sums)):
         sums = _zero_like(grads.scores)
         step = dense.rows_at_once(part.q.shape[0] * part.q.shape[2], part.k.shape[1])
         exact = grads._replace(scores=sums)
@@ -394,8 +408,7 @@ def _zero_like(scores: Scores) -> Scores:
 
 def _backward_tiles(
     part: Problem,
-    out: Tensor,
-    lse: Tensor,
+    result: Result,
     dout: Tensor,
     dlse: Tensor | None,
     grads: Gradients,
@@ -404,17 +417,17 @@ def _backward_tiles(
     """The fast backward: key blocks outside, query blocks inside. Says whether its result is finite."""
     tiles = _Tiles(part)
     dtype, scale = tiles.dtype, part.scores.scale
-    delta = (dout.to(dtype) * out.to(dtype)).sum(-1).transpose(1, 2)
+    delta = _delta(tiles, result.out, dout)
     if dlse is not None:
-        delta = delta - dlse
-    delta = tiles.lse_stack(delta.contiguous())
-    # An empty row's lse is −inf as well, and 2^−inf = 0: it has no probabilities.
-    shift = tiles.lse_stack(-LOG2E * lse.masked_fill(lse == NEG_INF, -NEG_INF))
+        delta = delta - tiles.lse_stack(dlse)
+    shift, factor = _shift_and_factor(tiles, result)
     if sums.sinks is not None:
         sink = tiles.sink_stack(shift.shape[1])
-        p_sink = torch.exp2(torch.add(shift, sink, alpha=LOG2E))
+        p_sink = torch.exp2(torch.add(shift, sink, alpha=LOG2E)) * factor
         sums.sinks.sub_(tiles.grid(p_sink * delta).sum((0, 2, 4)).flatten())
 
+    # P = factor · 2^(c·s + shift) is a factor of both dV and dS: it goes into dO and delta.
+    delta_p = delta * factor
     blocks = [(i0, i1, tiles.edges(i0, i1)) for i0, i1 in tiles.query_blocks()]
     q, do = (t.to(dtype) if len(blocks) > 1 else t for t in (part.q, dout))
     dq = grads.q if grads.q.dtype == dtype else torch.zeros_like(grads.q, dtype=dtype)
@@ -431,13 +444,14 @@ def _backward_tiles(
             rows = slice(i0 * tiles.groups, i1 * tiles.groups)
             keys = slice(j0 - start, j1 - start)
             q_i, do_i = tiles.query_stack(q[:, i0:i1]), tiles.query_stack(do[:, i0:i1])
+            do_i = do_i * factor[:, rows]
             s, slope = tiles.logits(q_i, k[:, keys], at, edges, scratch)
             p = tiles.exponentials(s, shift[:, rows])
             dp = tiles.product.nt(do_i, v[:, keys], scratch_dp)
             kept = tiles.kept(p, at)
             if kept is not None:
                 dp.mul_(kept)
-            ds = dp.sub_(delta[:, rows]).mul_(p)
+            ds = dp.sub_(delta_p[:, rows]).mul_(p)
             if kept is not None:
                 p.mul_(kept)
             tiles.product.add_tn(dv[:, keys], p, do_i)
@@ -455,6 +469,38 @@ def _backward_tiles(
     if dq is not grads.q:
         grads.q.copy_(dq)
     return math.isfinite(total + float(dq.sum()))
+
+
+def _shift_and_factor(tiles: _Tiles, result: Result) -> tuple[Tensor, Tensor]:
+    """−(lse + lse_low) · log2 e as a rounded number and 2^(what rounding took), each (N, rows, 1).
+
+    An empty row's shift is −inf: 2^−inf = 0, it has no probabilities.
+    """
+    lse = tiles.lse_stack(result.lse).double() + tiles.lse_stack(result.lse_low)
+    exact = lse.masked_fill_(lse == NEG_INF, -NEG_INF).mul_(-LOG2E)
+    shift = exact.to(tiles.dtype)
+    low = (exact - shift).masked_fill_(exact == NEG_INF, 0)
+    return shift, low.exp2_().to(tiles.dtype)
+
+
+def _delta(tiles: _Tiles, out: Tensor, dout: Tensor) -> Tensor:
+    """rowsum(dO ∘ O) beside each row, (N, rows, 1).
+
+    The gradients of slopes and sinks are sums over all rows, in which O's rounding to a low precision
+    would show: for them O is computed once more.
+    """
+    part = tiles.part
+    sums = part.scores.alibi_slopes is not None or part.scores.sinks is not None
+    anew = sums and out.dtype != tiles.dtype
+    scratch = tiles.scratch() if anew else None
+    deltas = []
+    for i0, i1 in tiles.query_blocks():
+        if scratch is not None:
+            o, _ = _forward_rows(tiles, i0, i1, part.k, part.v, scratch)
+        else:
+            o = tiles.query_stack(out[:, i0:i1])
+        deltas.append((tiles.query_stack(dout[:, i0:i1]) * o).sum(-1, keepdim=True))
+    return torch.cat(deltas, 1)
 
 
 def _add_score_gradients(tiles: _Tiles, ds: Tensor, at: _Where, sums: Scores) -> None:

@@ -1,0 +1,70 @@
+"""Every backend runs every case, judged by the closeness rule."""
+
+import pytest
+import torch
+
+from tilewise import api
+from tilewise.dispatch import BACKENDS
+from tilewise.testing import CASES, Call, judge, make_call, mask_probe, ramp_call, verify
+from tilewise.testing import evaluate, expect
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_case(backend, case, dtype):
+    reasons = BACKENDS[backend].unsupported(make_call(case, dtype).problem())
+    if reasons:
+        with pytest.raises(ValueError, match="cannot serve") as error:
+            verify(case, backend, dtype)
+        assert all(reason in str(error.value) for reason in reasons)
+        return
+    wrong = [str(v) for v in verify(case, backend, dtype) if not v.passed]
+    assert not wrong
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+def test_many_small_tiles(small_tiles, dtype):
+    for case in CASES:
+        wrong = [str(v) for v in verify(case, "tiled", dtype) if not v.passed]
+        assert not wrong, case
+
+
+@pytest.mark.parametrize("sq, sk", [(1, 1), (7, 19), (19, 7), (64, 64), (65, 130), (130, 65)])
+@pytest.mark.parametrize("align", ["bottom-right", "top-left"])
+@pytest.mark.parametrize("window", [(None, None), (0, 0), (3, 0), (5, 2), (None, 4), (100, None)])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_mask_probe(small_tiles, backend, causal, window, align, sq, sk):
+    got, counts = mask_probe(
+        sq, sk, backend=backend, causal=causal, window_size=window, align=align
+    )
+    assert torch.equal(got.round(), counts)
+    assert (got - counts).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_ramp(small_tiles, backend, dtype):
+    call = ramp_call(33, 200, dtype)
+    results = evaluate(call, backend)
+    gold, peer = expect(call)
+    verdicts = [judge(name, t, gold[name], peer[name], dtype) for name, t in results.items()]
+    assert all(v.passed for v in verdicts), verdicts
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_rule_refuses_one_per_cent(dtype):
+    refused = 0
+    for case in CASES[:8]:
+        call = make_call(case, dtype)
+        if call.function is not api.attention:
+            continue
+        scale = call.problem().scores.scale
+        results = evaluate(Call(api.attention, {**call.arguments, "scale": 1.03 * scale}))
+        gold, peer = expect(call)
+        verdicts = [judge(n, t, gold[n], peer[n], dtype) for n, t in results.items()]
+        refused += not all(v.passed for v in verdicts)
+    assert refused >= 6
