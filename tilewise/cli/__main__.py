@@ -47,9 +47,8 @@ def main() -> None:
     """Run the command line; a ValueError is one clear line on stderr and exit code 1."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(
-                errors="replace"
-            )  # a terminal without √ or 中 shows ?, not a traceback
+            # A terminal that cannot show √ or 中 shows ? in its place, not a traceback.
+            stream.reconfigure(errors="replace")
     try:
         app()
     except ValueError as error:

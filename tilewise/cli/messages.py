@@ -115,8 +115,8 @@ _TEXTS: dict[str, tuple[str, str]] = {
     # ---------------------------------------------------------------- 5. a language model
     "model.title": ("a language model on it", "让语言模型用上它"),
     "model.missing": (
-        "{missing} missing; to run it: {install}",
-        "缺少 {missing}；安装后即可运行：{install}",
+        "{missing} missing. To run it:\n{install}",
+        "缺少 {missing}。安装后即可运行：\n{install}",
     ),
     "model.loading": ("loading the model", "正在加载模型"),
     "model.progress": ("reading and writing with {algorithm}", "正在用 {algorithm} 阅读并续写"),

