@@ -73,11 +73,12 @@ def test_only_and_appending(tmp_path: Path) -> None:
     assert first["command"] == second["command"] == "tilewise bench cpu --only 'decode MQA'"
 
 
-def test_a_wrong_result_is_marked(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("factor", [1.05, float("nan")])
+def test_a_wrong_result_is_marked(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
     right = tilewise.attention
 
     def wrong(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        return right(q, k, v, **options) * 1.05
+        return right(q, k, v, **options) * factor
 
     monkeypatch.setattr(tilewise, "attention", wrong)
     code, output = run("--only", "window fp32 forward")

@@ -5,7 +5,7 @@ import datetime
 import os
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -49,15 +49,18 @@ def cpu(
         raise typer.BadParameter("--quick and --full exclude each other")
     sizes = bench_cpu.QUICK if quick else bench_cpu.FULL if full else bench_cpu.USUAL
     options = ["--quick"] * quick + ["--full"] * full + [f"--only '{only}'"] * bool(only)
-    outcomes = run_cpu(sizes, only)
+    command = " ".join(["tilewise bench cpu", *options])
+    outcomes = []
+    for outcome in run_cpu(sizes, only):
+        outcomes.append(outcome)
+        if csv_file is not None:  # at once: nothing is lost when a long run is interrupted
+            append_csv(csv_file, command, outcome)
     show(outcomes)
-    if csv_file is not None:
-        append_csv(csv_file, " ".join(["tilewise bench cpu", *options]), outcomes)
     if any(outcome.wrong for outcome in outcomes):
         raise typer.Exit(1)
 
 
-def run_cpu(sizes: "Sizes", only: str = "") -> "list[Outcome]":
+def run_cpu(sizes: "Sizes", only: str = "") -> "Iterator[Outcome]":
     """Outcomes of the cases whose description contains `only`; progress goes to stderr."""
     from tilewise.cli import bench_cpu
 
@@ -65,7 +68,6 @@ def run_cpu(sizes: "Sizes", only: str = "") -> "list[Outcome]":
     if not cases:
         raise typer.BadParameter(f"no case's description contains {only!r}", param_hint="--only")
     console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
-    outcomes = []
     with bench_cpu.one_thread(), _progress(console) as progress:
         task = progress.add_task("", total=len(cases))
         for number, case in enumerate(cases, 1):
@@ -75,8 +77,7 @@ def run_cpu(sizes: "Sizes", only: str = "") -> "list[Outcome]":
             if not console.is_terminal:
                 result = outcome.note or f"ratio {outcome.ratio:.2f}"
                 console.print(f"[{number}/{len(cases)}] {case}: {result}")
-            outcomes.append(outcome)
-    return outcomes
+            yield outcome
 
 
 def _progress(console: Console) -> Progress:
@@ -116,14 +117,14 @@ def show(outcomes: "Sequence[Outcome]") -> None:
             console.print(f"{outcome.case}: {outcome.note}")
 
 
-def append_csv(path: Path, command: str, outcomes: "Sequence[Outcome]") -> None:
-    """A row per outcome; the names of the columns go before the first row of a file."""
-    rows = [{**environment(), "command": command, **figures(outcome)} for outcome in outcomes]
+def append_csv(path: Path, command: str, outcome: "Outcome") -> None:
+    """Adds a row; the names of the columns go before the first row of a file."""
+    row = {**environment(), "command": command, **figures(outcome)}
     with path.open("a", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
+        writer = csv.DictWriter(file, list(row))
         if file.tell() == 0:
             writer.writeheader()
-        writer.writerows(rows)
+        writer.writerow(row)
 
 
 def figures(outcome: "Outcome") -> dict[str, str]:
