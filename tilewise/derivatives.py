@@ -40,15 +40,22 @@ class Rowwise(NamedTuple):
 
     def __call__(self, constants: Sequence[Tensor], inputs: Sequence[Tensor]) -> Tensors:
         """Runs all blocks; a shared output is the sum of its blocks."""
-        blocks = []
+        rowwise: list[list[Tensor]] = [[] for _ in self.out_dims]
+        shared: list[Tensor | None] = [None] * len(self.out_dims)
         # Without rows there is one empty block, for its shapes.
         for i0, i1 in dense.row_blocks(0, max(1, self.rows), self.step):
             i1 = min(i1, self.rows)
             fixed = _cut(constants, self.constant_dims, i0, i1)
-            blocks.append(self.function((i0, i1), fixed, *_cut(inputs, self.in_dims, i0, i1)))
+            parts = self.function((i0, i1), fixed, *_cut(inputs, self.in_dims, i0, i1))
+            for n, (part, dim) in enumerate(zip(parts, self.out_dims, strict=True)):
+                if dim is not None:
+                    rowwise[n].append(part)
+                else:
+                    total = shared[n]
+                    shared[n] = part if total is None else total + part
         return tuple(
-            torch.cat(parts, dim) if dim is not None else torch.stack(parts).sum(0)
-            for parts, dim in zip(zip(*blocks, strict=True), self.out_dims, strict=True)
+            torch.cat(blocks, dim) if total is None else total
+            for blocks, total, dim in zip(rowwise, shared, self.out_dims, strict=True)
         )
 
     def vjp(self) -> Rowwise:
