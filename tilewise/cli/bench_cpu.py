@@ -6,6 +6,7 @@ Each side gets contiguous inputs in its own layout.
 """
 
 import functools
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -185,12 +186,18 @@ def run(case: Case, seconds: float) -> Outcome:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
+    """One thread, here and in processes started meanwhile."""
+    threads, inherited = torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")
     torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"
     try:
         yield
     finally:
         torch.set_num_threads(threads)
+        if inherited is None:
+            del os.environ["OMP_NUM_THREADS"]
+        else:
+            os.environ["OMP_NUM_THREADS"] = inherited
 
 
 def _pass(
