@@ -1,18 +1,44 @@
+import functools
+
 import pytest
 import torch
 
-from tilewise.backends import tiled
+import tilewise
+from tilewise.backends import tiles
 
 
 @pytest.fixture
 def small_tiles(monkeypatch):
-    """Tiles of 8 rows and 16 keys, so that small inputs have many."""
+    """Tiles of 16 rows and 32 keys, so that small inputs have many."""
     for name in ("TILE_SCORES", "TILE_SCORES_IN_BAND"):
-        monkeypatch.setattr(tiled, name, 8 * 16)
+        monkeypatch.setattr(tiles, name, 16 * 32)
     for name in ("ROWS", "ROWS_IN_BAND"):
-        monkeypatch.setattr(tiled, name, 8)
+        monkeypatch.setattr(tiles, name, 16)
 
 
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(params=["tiled", "reference"])
+def backend(request):
+    return request.param
+
+
+@pytest.fixture
+def attend(backend):
+    """`attention` on each backend, with lse."""
+    return functools.partial(tilewise.attention, return_lse=True, backend=backend)
+
+
+@pytest.fixture
+def packed(backend):
+    """`attention_varlen` on each backend, with lse."""
+    return functools.partial(tilewise.attention_varlen, return_lse=True, backend=backend)
+
+
+@pytest.fixture
+def paged(backend):
+    """`attention_paged` on each backend, with lse."""
+    return functools.partial(tilewise.attention_paged, return_lse=True, backend=backend)

@@ -25,7 +25,7 @@ def test_case(backend, case, dtype):
     assert not wrong
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_many_small_tiles(small_tiles, dtype):
     for case in CASES:
         wrong = [str(v) for v in verify(case, "tiled", dtype) if not v.passed]

@@ -32,12 +32,42 @@ _ARGUMENTS = (
 
 def attend(problem: Problem, backend: str) -> tuple[Tensor, Tensor]:
     """out and lse of a problem, differentiable."""
-    arguments = _flatten(problem, backend)
-    attention = (
-        torch.ops.tilewise.forward if torch.compiler.is_compiling() else _Attention.apply
-    )
-    out, lse, _ = attention(*arguments)
+    if torch.compiler.is_compiling():
+        out, lse, _ = torch.ops.tilewise.forward(*_flatten(problem, backend))
+    elif _numbers_only(problem.q, problem.k, problem.v, *_score_tensors(problem)):
+        out, lse, _ = dispatch.backend(backend).forward(problem)
+    else:
+        out, lse, _ = _Attention.apply(*_flatten(problem, backend))
     return out, lse
+
+
+def _numbers_only(*tensors: Tensor | None) -> bool:
+    """Whether no gradient, tangent, transform or tracing is at work: a backend may be called itself."""
+    if torch._C._are_functorch_transforms_active():
+        return False
+    grad = torch.is_grad_enabled()
+    return all(
+        t is None
+        or (
+            _holds_numbers(t)
+            and not (grad and t.requires_grad)
+            and torch.autograd.forward_ad.unpack_dual(t).tangent is None
+        )
+        for t in tensors
+    )
+
+
+def _holds_numbers(t: Tensor) -> bool:
+    """Whether t is a tensor in memory: no subclass, fake, meta or (as in is_grads_batched) batched."""
+    if type(t) not in (Tensor, torch.nn.Parameter):
+        return False
+    keys, key = torch._C._dispatch_keys(t), torch._C.DispatchKey
+    return keys.has(key.CPU) or keys.has(key.CUDA)
+
+
+def _score_tensors(problem: Problem) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    s = problem.scores
+    return s.bias, s.alibi_slopes, s.sinks
 
 
 def _flatten(p: Problem, backend: str) -> tuple[Any, ...]:
@@ -142,6 +172,8 @@ def _forward_vjp(
     arguments = (dout, dlse, out, lse, lse_low, needed[3], *tensors, *ctx.options)
     if torch.compiler.is_compiling():
         grads = torch.ops.tilewise.backward(*arguments)
+    elif _numbers_only(dout, dlse, *tensors[:_DIFFERENTIABLE]):
+        grads = _backward(*arguments)
     else:
         grads = _AttentionBackward.apply(*arguments)
     return (*(g if need else None for g, need in zip(grads, needed, strict=True)), *rest)
@@ -244,6 +276,8 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+        if _numbers_only(*arguments[:_DIFFERENTIABLE]):
+            return _forward(*arguments)
         return torch.ops.tilewise.forward(*arguments)
 
 

@@ -44,25 +44,14 @@ class Result(NamedTuple):
         lse, low = (t[batch, heads] for t in self[1:])
         return Result(self.out[batch, :, heads], lse, low)
 
-    def rows(self, i0: int, i1: int) -> Result:
-        """The views of some rows of a dense problem."""
-        return Result(self.out[:, i0:i1], self.lse[:, :, i0:i1], self.lse_low[:, :, i0:i1])
-
-    def set_lse(self, exact: Tensor) -> None:
-        """Writes lse and lse_low from a float64 lse."""
-        self.lse.copy_(exact)
-        self.lse_low.copy_((exact - self.lse).masked_fill_(exact == float("-inf"), 0))
-
-
-def empty_result(problem: Problem, splits_lse: bool) -> Result:
-    """out = 0 and lse = −inf, what rows without a key get."""
-    out, lse = result_shapes(problem)
-    dtype, q = accumulation_dtype(problem.q.dtype), problem.q
-    return Result(
-        q.new_zeros(out),
-        q.new_full(lse, float("-inf"), dtype=dtype),
-        q.new_zeros(lse if splits_lse else (0,), dtype=dtype),
-    )
+    @staticmethod
+    def rounded(out: Tensor, lse: Tensor, dtype: torch.dtype) -> Result:
+        """From a float64 lse."""
+        high = lse.to(dtype)
+        if dtype == torch.float64:
+            return Result(out, high, torch.zeros_like(high))
+        low = (lse - high).masked_fill_(high == float("-inf"), 0)
+        return Result(out, high, low.to(dtype))
 
 
 class Gradients(NamedTuple):

@@ -16,7 +16,7 @@ from tilewise.results import (
     Gradients,
     Result,
     accumulation_dtype,
-    empty_result,
+    result_shapes,
     zero_gradients,
 )
 from tilewise.spec import Problem, sequences
@@ -38,13 +38,15 @@ def forward(
 ) -> Result:
     """out, laid out like q, and lse."""
     dtype = accumulation_dtype(problem.q.dtype)
-    result = empty_result(problem, SPLITS_LSE)
+    out_shape, lse_shape = result_shapes(problem)
+    out = problem.q.new_zeros(out_shape)
+    lse = problem.q.new_full(lse_shape, float("-inf"), dtype=dtype)
     for sequence in sequences(problem):
         p = sequence.problem
         o, m = dense.forward(*dense.block(p, dtype, 0, p.q.shape[1]), dense.masked_product, rounded)
-        sequence.of_q(result.out).copy_(o.transpose(1, 2))
-        sequence.of_lse(result.lse).copy_(m)
-    return result
+        sequence.of_q(out).copy_(o.transpose(1, 2))
+        sequence.of_lse(lse).copy_(m)
+    return Result(out, lse, lse.new_empty(0))
 
 
 def backward(

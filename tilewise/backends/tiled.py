@@ -15,29 +15,17 @@ are computed again by the exact formula of `dense.py`, a few rows at a time in f
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tilewise import dense
 from tilewise.backends.products import product_for
-from tilewise.random import keep_mask, keep_scale
-from tilewise.results import (
-    Gradients,
-    Result,
-    accumulation_dtype,
-    empty_result,
-    zero_gradients,
-)
-from tilewise.spec import ALL, Bounds, Problem, Scores, part_of, sequences
+from tilewise.backends.tiles import LOG2E, NEG_INF, Tiles, Where, parts, tile_shape
+from tilewise.results import Gradients, Result, accumulation_dtype, result_shapes, zero_gradients
+from tilewise.spec import Problem, Scores, sequences
 
-LOG2E = math.log2(math.e)
-NEG_INF = float("-inf")
-# A tile holds this many scores, 2 MB of float32. A band's edge wastes half a tile, so it has smaller ones.
-TILE_SCORES, TILE_SCORES_IN_BAND = 512 * 1024, 256 * 1024
-ROWS, ROWS_IN_BAND = 512, 256
 # Beyond this |lse|, rounding the scores loses more than a part in 10⁴ of exp(s − lse).
 LARGEST_LSE = 1024.0
 SPLITS_LSE = True
@@ -49,22 +37,22 @@ def unsupported(problem: Problem) -> list[str]:
 
 def config(problem: Problem) -> dict[str, Any]:
     """The sides of a tile, and where its products are computed."""
-    banded = problem.band.left is not None or problem.band.right is not None
-    rows = ROWS_IN_BAND if banded else ROWS
-    area = TILE_SCORES_IN_BAND if banded else TILE_SCORES
+    rows, scores = tile_shape(problem)
     product = product_for(accumulation_dtype(problem.q.dtype), problem.q.device)
-    return {"rows": rows, "keys": area // rows, "product": product.name}
+    return {"rows": rows, "keys": scores // rows, "product": product.name}
 
 
 def forward(problem: Problem) -> Result:
     """out, laid out like q, and lse."""
-    result = empty_result(problem, SPLITS_LSE)
+    out_shape, lse_shape = result_shapes(problem)
+    out = problem.q.new_zeros(out_shape)
+    lse = problem.q.new_full(lse_shape, NEG_INF, dtype=torch.float64)
     for sequence in sequences(problem):
-        whole = result.of(sequence)
-        for batch, heads, kv_heads in _parts(sequence.problem):
+        o, m = sequence.of_q(out), sequence.of_lse(lse)
+        for batch, heads, kv_heads in parts(sequence.problem):
             part = sequence.problem.part(batch, kv_heads)
-            _forward_part(part, whole.part(batch, heads))
-    return result
+            _forward_part(part, o[batch, :, heads], m[batch, heads])
+    return Result.rounded(out, lse, accumulation_dtype(out.dtype))
 
 
 def backward(
@@ -79,7 +67,7 @@ def backward(
     for sequence in sequences(problem):
         whole, do, g = result.of(sequence), sequence.of_q(dout), grads.of(sequence)
         dm = None if dlse is None else sequence.of_lse(dlse)
-        for batch, heads, kv_heads in _parts(sequence.problem):
+        for batch, heads, kv_heads in parts(sequence.problem):
             _backward_part(
                 sequence.problem.part(batch, kv_heads),
                 whole.part(batch, heads),
@@ -90,260 +78,56 @@ def backward(
     return grads.finished(problem)
 
 
-def _parts(problem: Problem) -> Iterator[tuple[slice, slice, slice]]:
-    """Batch entries, query heads and key heads that are worked on at once: enough to fill a tile."""
-    b, sq, _, _ = problem.q.shape
-    _, sk, hkv, _ = problem.k.shape
-    g = problem.groups
-    if not (b and sq and hkv and g):
-        return
-    wanted = max(1, TILE_SCORES // max(1, sq * g * sk))
-    heads = min(hkv, wanted)
-    batches = max(1, wanted // hkv)
-    for b0 in range(0, b, batches):
-        for h0 in range(0, hkv, heads):
-            h1 = min(h0 + heads, hkv)
-            yield slice(b0, min(b0 + batches, b)), slice(h0 * g, h1 * g), slice(h0, h1)
-
-
-class _Where(NamedTuple):
-    """A tile: rows i0 … i1 − 1, keys j0 … j1 − 1."""
-
-    i0: int
-    i1: int
-    j0: int
-    j1: int
-
-
-class _Edges(NamedTuple):
-    """What a block of rows sees: its bounds and, where they are not all, lo ≤ j < hi of each row."""
-
-    bounds: Bounds
-    lo: Tensor
-    hi: Tensor
-
-
-class _Tiles:
-    """The tiles of one part: its sizes, views of its tensors, and what both passes do to a tile.
-
-    A grid is a view (batch, key heads, queries, G, …) of a stack (N, rows, …).
-    """
-
-    def __init__(self, part: Problem) -> None:
-        self.part = part
-        self.dtype = accumulation_dtype(part.q.dtype)
-        self.product = product_for(self.dtype, part.q.device)
-        self.batch, self.queries, _, width = part.q.shape
-        self.kv_heads, self.groups = part.k.shape[2], part.groups
-        self.stack = self.batch * self.kv_heads
-        s = part.scores
-        # Where nothing comes between, scores stay raw and the scale is folded into the exponent.
-        self.plain = s.scale > 0 and s.softcap is None and s.alibi_slopes is None and s.bias is None
-        self.exponent = (s.scale if self.plain else 1.0) * LOG2E
-        banded = part.band.left is not None or part.band.right is not None
-        rows = ROWS_IN_BAND if banded else ROWS
-        self.step = min(max(1, rows // self.groups), self.queries)
-        area = TILE_SCORES_IN_BAND if banded else TILE_SCORES
-        taller = max(self.step * self.groups, width, part.v.shape[-1])
-        self.key_step = max(1, area // (self.stack * taller))
-
-    def query_blocks(self) -> list[tuple[int, int]]:
-        n = self.queries
-        return [(i0, min(i0 + self.step, n)) for i0 in range(0, n, self.step)]
-
-    def key_blocks(self, first: int, last: int) -> Iterator[tuple[int, int]]:
-        for j0 in range(first, last, self.key_step):
-            yield j0, min(j0 + self.key_step, last)
-
-    def scratch(self) -> Tensor:
-        """Room for the scores of one tile."""
-        keys = min(self.key_step, self.part.k.shape[1])
-        rows = self.step * self.groups
-        return self.part.q.new_empty(self.stack * rows * keys, dtype=self.dtype)
-
-    def query_grid(self, t: Tensor) -> Tensor:
-        """The grid of a tensor (batch, queries, Hq, D)."""
-        b, n, _, width = t.shape
-        return t.view(b, n, self.kv_heads, self.groups, width).permute(0, 2, 1, 3, 4)
-
-    def lse_grid(self, t: Tensor) -> Tensor:
-        """The grid of a tensor (batch, Hq, queries)."""
-        b, _, n = t.shape
-        return t.view(b, self.kv_heads, self.groups, n).permute(0, 1, 3, 2)
-
-    def grid(self, t: Tensor) -> Tensor:
-        """The grid of a stack (N, rows, D)."""
-        _, rows, width = t.shape
-        return t.view(self.batch, self.kv_heads, rows // self.groups, self.groups, width)
-
-    def query_stack(self, t: Tensor) -> Tensor:
-        """(batch, queries, Hq, D) as a stack (N, rows, D) in the dtype of the arithmetic."""
-        return self.query_grid(t).reshape(self.stack, -1, t.shape[-1]).to(self.dtype)
-
-    def key_stack(self, t: Tensor) -> Tensor:
-        """(batch, keys, Hkv, D) as a stack (N, keys, D) in the dtype of the arithmetic."""
-        return t.transpose(1, 2).reshape(self.stack, -1, t.shape[-1]).to(self.dtype)
-
-    def of_lse(self, t: Tensor) -> Tensor:
-        """A stack (N, rows, 1) as (batch, Hq, queries)."""
-        return self.grid(t).squeeze(-1).permute(0, 1, 3, 2).flatten(1, 2)
-
-    def lse_stack(self, t: Tensor) -> Tensor:
-        """(batch, Hq, queries) as a stack (N, rows, 1)."""
-        return self.lse_grid(t).reshape(self.stack, -1, 1)
-
-    def sink_stack(self, rows: int) -> Tensor | None:
-        """The sinks beside each row, (N, rows, 1)."""
-        sinks = self.part.scores.sinks
-        if sinks is None:
-            return None
-        grid = sinks.to(self.dtype).view(1, self.kv_heads, 1, self.groups)
-        n = rows // self.groups
-        return grid.expand(self.batch, -1, n, -1).reshape(self.stack, rows, 1)
-
-    def tile_of(self, t: Tensor, at: _Where) -> Tensor:
-        """The tile of a bias or mask, as a grid that broadcasts where it does."""
-        t = part_of(t, ALL, ALL, slice(at.i0, at.i1), slice(at.j0, at.j1))
-        heads = (1, 1) if t.shape[1] == 1 else (self.kv_heads, self.groups)
-        return t.unflatten(1, heads).transpose(2, 3)
-
-    def distance(self, at: _Where) -> Tensor:
-        """|i + offset − j|, (queries, 1, keys)."""
-        device = self.part.q.device
-        offset = self.part.band.offset(self.queries, self.part.k.shape[1])
-        i = torch.arange(at.i0 + offset, at.i1 + offset, device=device)
-        j = torch.arange(at.j0, at.j1, device=device)
-        return (i.view(-1, 1, 1) - j).abs().to(self.dtype)
-
-    def slopes(self) -> Tensor | None:
-        """The alibi slopes as a grid (batch or 1, key heads, 1, G, 1)."""
-        slopes = self.part.scores.alibi_slopes
-        if slopes is None:
-            return None
-        return slopes.to(self.dtype).view(-1, self.kv_heads, 1, self.groups, 1)
-
-    def edges(self, i0: int, i1: int) -> _Edges:
-        lo, hi = (t.view(-1, 1, i1 - i0, 1, 1) for t in self.part.interval(i0, i1))
-        return _Edges(self.part.bounds(i0, i1), lo, hi)
-
-    def hidden_by_mask(self, at: _Where) -> bool:
-        """Whether the boolean mask hides the whole tile."""
-        mask = self.part.scores.mask
-        return mask is not None and not bool(self.tile_of(mask, at).any())
-
-    def logits(
-        self, q: Tensor, k: Tensor, at: _Where, edges: _Edges, scratch: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
-        """Scores (N, rows, keys), −inf where hidden, and with a softcap the slope of the cap.
-
-        They are raw, q · k, where the problem is plain, and final logits elsewhere.
-        """
-        scores = self.part.scores
-        s = self.product.nt(q, k, scratch)
-        grid = self.grid(s)
-        slope = None
-        if not self.plain:
-            s.mul_(scores.scale)
-            if scores.softcap is not None:
-                s.div_(scores.softcap).tanh_()
-                slope = 1 - s * s
-                s.mul_(scores.softcap)
-            slopes = self.slopes()
-            if slopes is not None:
-                grid.sub_(slopes * self.distance(at))
-            if scores.bias is not None:
-                grid.add_(self.tile_of(scores.bias, at))
-        self._hide(grid, at, edges)
-        return s, slope
-
-    def _hide(self, grid: Tensor, at: _Where, edges: _Edges) -> None:
-        """−inf outside the rows' intervals and the mask; a full tile is left alone."""
-        bounds, device = edges.bounds, grid.device
-        late = max(bounds.full_last, at.j0)
-        if late < at.j1:
-            keys = torch.arange(late, at.j1, device=device)
-            grid[..., late - at.j0 :].masked_fill_(keys >= edges.hi, NEG_INF)
-        early = min(bounds.full_first, at.j1)
-        if early > at.j0:
-            keys = torch.arange(at.j0, early, device=device)
-            grid[..., : early - at.j0].masked_fill_(keys < edges.lo, NEG_INF)
-        if self.part.scores.mask is not None:
-            mask = self.tile_of(self.part.scores.mask, at)
-            if not bool(mask.all()):
-                grid.masked_fill_(~mask, NEG_INF)
-
-    def exponentials(self, s: Tensor, shift: Tensor) -> Tensor:
-        """2^(c·s + shift) in place, c being `exponent`: one pass for scale, base and maximum."""
-        return torch.add(shift, s, alpha=self.exponent, out=s).exp2_()
-
-    def kept(self, p: Tensor, at: _Where) -> Tensor | None:
-        """Which probabilities dropout keeps, as 0 and 1 / (1 − p) in a stack like p."""
-        dropout, device = self.part.dropout, p.device
-        if dropout is None:
-            return None
-        head = torch.arange(self.kv_heads * self.groups, device=device) + dropout.head
-        entry = torch.arange(self.batch, device=device) + dropout.sequence
-        keep = keep_mask(
-            dropout.p,
-            dropout.seed,
-            entry.view(-1, 1, 1, 1, 1),
-            head.view(self.kv_heads, 1, self.groups, 1),
-            torch.arange(at.i0, at.i1, device=device).view(-1, 1, 1),
-            range(at.j0, at.j1),
-        )
-        return (keep.to(self.dtype) * keep_scale(dropout.p)).view(p.shape)
-
-
-def _forward_part(part: Problem, result: Result) -> None:
-    """Writes the result of one part."""
-    tiles = _Tiles(part)
+def _forward_part(part: Problem, out: Tensor, lse: Tensor) -> None:
+    """Writes out (b, Sq, Hq, Dv) and float64 lse (b, Hq, Sq) of one part."""
+    tiles = Tiles(part)
     blocks, scratch = tiles.query_blocks(), tiles.scratch()
     # Keys that several query blocks will read are converted once; others as they pass by.
     k, v = (t.to(tiles.dtype) if len(blocks) > 1 else t for t in (part.k, part.v))
     for i0, i1 in blocks:
-        out, lse = _forward_rows(tiles, i0, i1, k, v, scratch)
-        if _trustworthy(part, out, lse, i0, i1):
-            rows = result.rows(i0, i1)
-            tiles.query_grid(rows.out).copy_(tiles.grid(out))
-            rows.set_lse(tiles.of_lse(lse))
+        o, m = _forward_rows(tiles, i0, i1, k, v, scratch)
+        if _trustworthy(part, o, m, i0, i1):
+            tiles.query_grid(out[:, i0:i1]).copy_(tiles.grid(o))
+            tiles.lse_grid(lse[:, :, i0:i1]).copy_(tiles.grid(m).squeeze(-1))
         else:
-            for r0, r1, exact_out, exact_lse in dense.forward_in_blocks(part, i0, i1, torch.float64):
-                rows = result.rows(r0, r1)
-                rows.out.copy_(exact_out)
-                rows.set_lse(exact_lse)
+            for r0, r1, exact, exact_lse in dense.forward_in_blocks(part, i0, i1, torch.float64):
+                out[:, r0:r1], lse[:, :, r0:r1] = exact, exact_lse
 
 
 def _forward_rows(
-    tiles: _Tiles, i0: int, i1: int, k: Tensor, v: Tensor, scratch: Tensor
+    tiles: Tiles, i0: int, i1: int, k: Tensor, v: Tensor, scratch: Tensor
 ) -> tuple[Tensor, Tensor]:
     """out (N, rows, Dv) and float64 lse (N, rows, 1) of rows i0 … i1 − 1 by the online softmax."""
     q = tiles.query_stack(tiles.part.q[:, i0:i1])
     edges = tiles.edges(i0, i1)
-    m = q.new_full((*q.shape[:2], 1), NEG_INF)
-    # A row without a key so far has m = −inf and shift = +inf.
-    shift, l = torch.full_like(m, -NEG_INF), torch.zeros_like(m)
-    acc = None
+    may_be_empty = tiles.may_be_empty(edges)
+    m = l = acc = shift = None
     for j0, j1 in tiles.key_blocks(edges.bounds.first, edges.bounds.last):
-        at = _Where(i0, i1, j0, j1)
+        at = Where(i0, i1, j0, j1)
         if tiles.hidden_by_mask(at):
             continue
         s, _ = tiles.logits(q, tiles.key_stack(k[:, j0:j1]), at, edges, scratch)
-        m = torch.maximum(m, s.amax(-1, keepdim=True))
+        top = s.amax(-1, keepdim=True)
+        m = top if m is None else torch.maximum(m, top)
+        # A row without a key so far has m = −inf and shift = +inf; its terms, all 0, need any base.
         shift_before, shift = shift, m * -tiles.exponent
-        base = shift.masked_fill(m == NEG_INF, 0)
+        base = shift.masked_fill(m == NEG_INF, 0) if may_be_empty else shift
         p = tiles.exponentials(s, base)
-        # By the shifts themselves, which are rounded, so that old and new terms have one base.
-        rebase = torch.sub(base, shift_before).exp2_()
-        l = l.mul_(rebase).add_(p.sum(-1, keepdim=True))
+        total = p.sum(-1, keepdim=True)
         kept = tiles.kept(p, at)
         if kept is not None:
             p.mul_(kept)
         values = tiles.key_stack(v[:, j0:j1])
         if acc is None:
-            acc = tiles.product.nn(p, values)
+            l, acc = total, tiles.product.nn(p, values)
         else:
+            # By the shifts themselves, which are rounded, so that old and new terms have one base.
+            rebase = torch.sub(base, shift_before).exp2_()
+            l.mul_(rebase).add_(total)
             tiles.product.add_nn(acc.mul_(rebase), p, values)
     if acc is None:
+        rows = (*q.shape[:2], 1)
+        l, shift = q.new_zeros(rows), q.new_full(rows, -NEG_INF)
         acc = q.new_zeros((*q.shape[:2], v.shape[-1]))
     return _normalised(acc, shift, l, tiles.sink_stack(q.shape[1]))
 
@@ -363,9 +147,10 @@ def _trustworthy(part: Problem, out: Tensor, lse: Tensor, i0: int, i1: int) -> b
     """Whether the fast path's rows are right: finite, lse moderate, and −inf only in empty rows."""
     if not math.isfinite(float(out.sum())):
         return False
-    if float(lse.amin()) == NEG_INF and not _empties_explained(part, lse, i0, i1):
-        return False
-    return _moderate(lse)
+    low, high = (float(t) for t in torch.aminmax(lse))
+    if -LARGEST_LSE < low and high < LARGEST_LSE:
+        return True
+    return low == NEG_INF and _moderate(lse) and _empties_explained(part, lse, i0, i1)
 
 
 def _moderate(lse: Tensor) -> bool:
@@ -415,7 +200,7 @@ def _backward_tiles(
     sums: Scores,
 ) -> bool:
     """The fast backward: key blocks outside, query blocks inside. Says whether its result is finite."""
-    tiles = _Tiles(part)
+    tiles = Tiles(part)
     dtype, scale = tiles.dtype, part.scores.scale
     delta = _delta(tiles, result.out, dout)
     if dlse is not None:
@@ -438,7 +223,7 @@ def _backward_tiles(
         dk, dv = torch.zeros_like(k), torch.zeros_like(v)
         for i0, i1, edges in blocks:
             j0, j1 = max(start, edges.bounds.first), min(stop, edges.bounds.last)
-            at = _Where(i0, i1, j0, j1)
+            at = Where(i0, i1, j0, j1)
             if j0 >= j1 or tiles.hidden_by_mask(at):
                 continue
             rows = slice(i0 * tiles.groups, i1 * tiles.groups)
@@ -471,7 +256,7 @@ def _backward_tiles(
     return math.isfinite(total + float(dq.sum()))
 
 
-def _shift_and_factor(tiles: _Tiles, result: Result) -> tuple[Tensor, Tensor]:
+def _shift_and_factor(tiles: Tiles, result: Result) -> tuple[Tensor, Tensor]:
     """−(lse + lse_low) · log2 e as a rounded number and 2^(what rounding took), each (N, rows, 1).
 
     An empty row's shift is −inf: 2^−inf = 0, it has no probabilities.
@@ -483,7 +268,7 @@ def _shift_and_factor(tiles: _Tiles, result: Result) -> tuple[Tensor, Tensor]:
     return shift, low.exp2_().to(tiles.dtype)
 
 
-def _delta(tiles: _Tiles, out: Tensor, dout: Tensor) -> Tensor:
+def _delta(tiles: Tiles, out: Tensor, dout: Tensor) -> Tensor:
     """rowsum(dO ∘ O) beside each row, (N, rows, 1).
 
     The gradients of slopes and sinks are sums over all rows, in which O's rounding to a low precision
@@ -503,7 +288,7 @@ def _delta(tiles: _Tiles, out: Tensor, dout: Tensor) -> Tensor:
     return torch.cat(deltas, 1)
 
 
-def _add_score_gradients(tiles: _Tiles, ds: Tensor, at: _Where, sums: Scores) -> None:
+def _add_score_gradients(tiles: Tiles, ds: Tensor, at: Where, sums: Scores) -> None:
     """Adds a tile's share of the gradients of bias and slopes."""
     if sums.bias is not None:
         tile = tiles.tile_of(sums.bias, at)
