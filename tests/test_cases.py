@@ -5,8 +5,17 @@ import torch
 
 from tilewise import api
 from tilewise.dispatch import BACKENDS
-from tilewise.testing import CASES, Call, judge, make_call, mask_probe, ramp_call, verify
-from tilewise.testing import evaluate, expect
+from tilewise.testing import (
+    CASES,
+    Call,
+    evaluate,
+    expect,
+    judge,
+    make_call,
+    mask_probe,
+    ramp_call,
+    verify,
+)
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 

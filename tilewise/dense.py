@@ -37,11 +37,11 @@ class Operands(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What is known of the block's rows besides: interval lo ≤ j < hi (B or 1, n), number i (n,), mask."""
+    """What is known of the block's rows besides: interval lo ≤ j < hi (B or 1, n), number i of each (n,), mask."""
 
     lo: Tensor
     hi: Tensor
-    index: Tensor
+    number: Tensor
     mask: Tensor | None
 
 
@@ -201,8 +201,8 @@ def in_interval(rows: Rows, sk: int) -> Tensor:
 
 def _distance(rows: Rows, offset: int, sk: int, dtype: torch.dtype) -> Tensor:
     """|i + offset − j|, (n, Sk)."""
-    keys = torch.arange(sk, device=rows.index.device)
-    return ((rows.index + offset).unsqueeze(-1) - keys).abs().to(dtype)
+    keys = torch.arange(sk, device=rows.number.device)
+    return ((rows.number + offset).unsqueeze(-1) - keys).abs().to(dtype)
 
 
 def _keep(x: Operands, rows: Rows, dropout: Dropout | None) -> Tensor | None:
@@ -210,21 +210,19 @@ def _keep(x: Operands, rows: Rows, dropout: Dropout | None) -> Tensor | None:
     if dropout is None:
         return None
     batch, heads = x.q.shape[:2]
-    device = rows.index.device
+    device = rows.number.device
     keep = keep_mask(
         dropout.p,
         dropout.seed,
         torch.arange(dropout.sequence, dropout.sequence + batch, device=device).view(-1, 1, 1, 1),
         torch.arange(dropout.head, dropout.head + heads, device=device).view(-1, 1, 1),
-        rows.index.view(-1, 1),
+        rows.number.view(-1, 1),
         range(x.k.shape[2]),
     )
     return keep.to(x.q.dtype) * keep_scale(dropout.p)
 
 
-def block(
-    problem: Problem, dtype: torch.dtype, i0: int, i1: int
-) -> tuple[Operands, Rows, Formula]:
+def block(problem: Problem, dtype: torch.dtype, i0: int, i1: int) -> tuple[Operands, Rows, Formula]:
     """Rows i0 … i1 − 1 of a dense problem, as the functions above take them."""
     s = problem.scores
 
@@ -244,7 +242,7 @@ def block(
     )
     rows = Rows(
         *problem.interval(i0, i1),
-        index=torch.arange(i0, i1, device=problem.q.device),
+        number=torch.arange(i0, i1, device=problem.q.device),
         mask=None if s.mask is None else rows_of(s.mask, 2, i0, i1),
     )
     return x, rows, formula_of(problem)

@@ -113,9 +113,7 @@ class _Blockwise(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        grads = _Blockwise.apply(
-            ctx.program.vjp(), ctx.constants, *ctx.saved_tensors, *cotangents
-        )
+        grads = _Blockwise.apply(ctx.program.vjp(), ctx.constants, *ctx.saved_tensors, *cotangents)
         return (None, None, *[None] * ctx.constants, *grads)
 
     @staticmethod
@@ -189,16 +187,24 @@ def attention(problem: Problem) -> Attention:
             torch.arange(*block, device=fixed[0].device),
             fixed[2] if masked else None,
         )
-        here = formula if dropout is None else formula._replace(
-            dropout=dropout._replace(seed=fixed[-1])
+        here = (
+            formula
+            if dropout is None
+            else formula._replace(dropout=dropout._replace(seed=fixed[-1]))
         )
-        # What no row of the block sees is cleared: there a NaN is not even a factor.
-        seen = dense.in_interval(rows, sk).any(1)[..., None, None]
+        # What nothing in the block sees is cleared: there a NaN is not even a factor.
+        seen = dense.in_interval(rows, sk).unsqueeze(1)
+        if rows.mask is not None:
+            seen = seen & rows.mask
+        if "bias" in x:
+            seen = seen & (x["bias"] != dense.NEG_INF)
+        seen_keys, seeing = seen.any(-2).unsqueeze(-1), seen.any(-1).unsqueeze(-1)
+        q = x["q"].transpose(1, 2).where(seeing, 0)
         k, v = (
-            x[name].where(seen, 0).transpose(1, 2).repeat_interleave(groups, 1)
+            x[name].transpose(1, 2).repeat_interleave(groups, 1).where(seen_keys, 0)
             for name in ("k", "v")
         )
-        operands = dense.Operands(**{**x, "q": x["q"].transpose(1, 2), "k": k, "v": v})
+        operands = dense.Operands(**{**x, "q": q, "k": k, "v": v})
         out, lse = dense.forward(operands, rows, here)
         return out.transpose(1, 2), lse
 

@@ -35,7 +35,8 @@ class Choice(NamedTuple):
         width = max(len(left) for left, _ in lines)
         return "\n".join(f"{left:<{width}}  {right}" for left, right in lines)
 
-    __repr__ = __str__
+    def __repr__(self) -> str:
+        return str(self)
 
 
 def backend(name: str) -> ModuleType:

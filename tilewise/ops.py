@@ -221,8 +221,7 @@ def _backward_vjp(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, 
     dout = by_name["out"].to(problem.q.dtype)
     dlse = None if ctx.saved_tensors[1] is None else by_name["lse"]
     operands = [
-        None if name not in by_name else by_name[name].to(t.dtype)
-        for name, t in _operands(problem)
+        None if name not in by_name else by_name[name].to(t.dtype) for name, t in _operands(problem)
     ]
     rest = (None,) * (_TENSORS - _DIFFERENTIABLE + len(ctx.options))
     return (dout, dlse, None, None, None, None, *operands, *rest)
@@ -351,9 +350,7 @@ torch.library.register_autograd(
 torch.library.register_autograd(
     "tilewise::backward", _backward_vjp, setup_context=_backward_context, lib=_library
 )
-torch.library.register_vmap(
-    "tilewise::forward", _vmap(torch.ops.tilewise.forward, 0), lib=_library
-)
+torch.library.register_vmap("tilewise::forward", _vmap(torch.ops.tilewise.forward, 0), lib=_library)
 torch.library.register_vmap(
     "tilewise::backward", _vmap(torch.ops.tilewise.backward, 6), lib=_library
 )

@@ -53,7 +53,9 @@ class Case(NamedTuple):
 class Maker:
     """Makes a case's tensors from a seed: random in float32 on the CPU, then rounded and moved."""
 
-    def __init__(self, case: Case, dtype: torch.dtype, device: str | torch.device, seed: int) -> None:
+    def __init__(
+        self, case: Case, dtype: torch.dtype, device: str | torch.device, seed: int
+    ) -> None:
         self.case, self.dtype, self.device = case, dtype, device
         self._generator = torch.Generator().manual_seed(seed)
 
@@ -228,8 +230,7 @@ def make_call(
     if c.layout == "packed":
         queries, keys = (sum(n[i] for n in c.lengths) for i in (0, 1))
         cu_q, cu_k = (
-            torch.tensor([0, *(n[i] for n in c.lengths)], device=device).cumsum(0)
-            for i in (0, 1)
+            torch.tensor([0, *(n[i] for n in c.lengths)], device=device).cumsum(0) for i in (0, 1)
         )
         # Three tokens more than there are in sequences: they belong to none.
         arguments = {
@@ -307,7 +308,9 @@ def _by_formula(
     dout, dlse = _cotangents(out.to(dtype), lse, seed)
     dlse = dlse.masked_fill(lse == float("-inf"), 0)
     g = reference.backward(problem, result, dout.to(out.dtype), dlse, True, rounded)
-    grads = dict(zip(OPERANDS, (*g[:3], g.scores.bias, g.scores.alibi_slopes, g.scores.sinks), strict=True))
+    grads = dict(
+        zip(OPERANDS, (*g[:3], g.scores.bias, g.scores.alibi_slopes, g.scores.sinks), strict=True)
+    )
     shapes = {name: t for name, t in grads.items() if t is not None}
     return results | {f"d{name}": t for name, t in shapes.items()}
 

@@ -20,8 +20,6 @@ Dao et al. 2022, "FlashAttention" (arXiv 2205.14135); Dao 2023, "FlashAttention-
 2307.08691).
 """
 
-# ruff: noqa: E741  -- the papers' names l and O
-
 from typing import Any
 
 import torch

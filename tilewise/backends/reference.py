@@ -21,7 +21,6 @@ from tilewise.results import (
 )
 from tilewise.spec import Problem, sequences
 
-
 SPLITS_LSE = False
 
 
@@ -33,9 +32,7 @@ def config(problem: Problem) -> dict[str, Any]:
     return {}
 
 
-def forward(
-    problem: Problem, rounded: Callable[[Tensor], Tensor] = dense.exact
-) -> Result:
+def forward(problem: Problem, rounded: Callable[[Tensor], Tensor] = dense.exact) -> Result:
     """out, laid out like q, and lse."""
     dtype = accumulation_dtype(problem.q.dtype)
     out_shape, lse_shape = result_shapes(problem)

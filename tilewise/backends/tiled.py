@@ -132,7 +132,9 @@ def _forward_rows(
     return _normalised(acc, shift, l, tiles.sink_stack(q.shape[1]))
 
 
-def _normalised(acc: Tensor, shift: Tensor, l: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+def _normalised(
+    acc: Tensor, shift: Tensor, l: Tensor, sink: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """out and float64 lse of finished rows, whose sums l are of 2^(c·s + shift), and the sink's."""
     lse = l.double().log().sub_(shift.double(), alpha=math.log(2))
     empty = l == 0
@@ -148,7 +150,7 @@ def _trustworthy(part: Problem, out: Tensor, lse: Tensor, i0: int, i1: int) -> b
     if not math.isfinite(float(out.sum())):
         return False
     low, high = (float(t) for t in torch.aminmax(lse))
-    if -LARGEST_LSE < low and high < LARGEST_LSE:
+    if low > -LARGEST_LSE and high < LARGEST_LSE:
         return True
     return low == NEG_INF and _moderate(lse) and _empties_explained(part, lse, i0, i1)
 

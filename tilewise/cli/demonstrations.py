@@ -34,14 +34,14 @@ def online_softmax(screen: Screen, number: int) -> Outcome:
     rows, m_old = [], -float("inf")
     for start in range(0, len(x), block):
         # The state after a block is the result for what was read so far.
-        m, l = textbook.online_softmax_stats(x[: start + block], block)  # noqa: E741
+        m, l = textbook.online_softmax_stats(x[: start + block], block)
         elements = ", ".join(f"{value:.1f}" for value in values[start : start + block])
         rebase = torch.exp(m_old - m).item()
         rows.append([elements, f"{m.item():.1f}", f"{rebase:.4f}", f"{l.item():.4f}"])
         m_old = m.item()
     screen.table([screen.text("online.elements"), "m", screen.text("online.rebase"), "l"], rows)
 
-    m, l = textbook.online_softmax_stats(x, block)  # noqa: E741
+    m, l = textbook.online_softmax_stats(x, block)
     online, expected = m + torch.log(l), torch.logsumexp(x, dim=0)
     screen.say("online.lse", online=f"{online.item():.12f}", torch=f"{expected.item():.12f}")
     screen.say("online.check")
