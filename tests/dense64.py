@@ -249,6 +249,8 @@ def gradients(
     if dlse is not None:
         # A row without a key has lse −inf, and its gradient is 0 whatever arrives.
         loss = loss + (lse.masked_fill(lse == -INF, 0.0) * dlse.to(lse.dtype)).double().sum()
+    if not loss.requires_grad:
+        return out, lse, {name: torch.zeros_like(t) for name, t in leaves.items()}
     grads = torch.autograd.grad(loss, list(fresh.values()), allow_unused=True)
     named = zip(fresh.items(), grads, strict=True)
     return out, lse, {n: torch.zeros_like(t) if g is None else g for (n, t), g in named}
