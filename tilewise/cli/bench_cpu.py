@@ -287,9 +287,9 @@ def _flex(case: Case) -> Callable[..., Tensor]:
     blocks = None
     if case.mask == "causal":
         blocks = create_block_mask(no_later_key, None, None, case.queries, case.keys, "cpu")
-    attend = functools.partial(torch.compile(flex_attention, dynamic=False), block_mask=blocks)
     zeros = (torch.zeros(shape, dtype=DTYPES[case.dtype]) for shape in case.shapes)
     try:
+        attend = functools.partial(torch.compile(flex_attention, dynamic=False), block_mask=blocks)
         attend(*(t.transpose(1, 2).contiguous() for t in zeros))
     except Exception as error:  # whatever a compiler says
         raise Unavailable(f"torch.compile: {str(error).strip().splitlines()[0]}") from error
