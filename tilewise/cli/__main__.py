@@ -13,6 +13,7 @@ from tilewise import __version__
 from tilewise.cli.bench import bench
 from tilewise.cli.demo import demo
 from tilewise.cli.describe import cost, explain
+from tilewise.cli.doctor import doctor
 
 app = typer.Typer(
     help="Exact attention (FlashAttention) in O(n) memory.",
@@ -40,6 +41,7 @@ def _options(
 app.command("demo")(demo)
 app.command("cost")(cost)
 app.command("explain")(explain)
+app.command("doctor")(doctor)
 app.add_typer(bench, name="bench")
 
 

@@ -1,0 +1,108 @@
+"""``tilewise doctor``: what it prints, and that it notices what is wrong."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from rich.cells import cell_len
+from typer.testing import CliRunner
+
+import tilewise
+from tilewise.backends import tiled
+from tilewise.cli import doctor
+from tilewise.cli.__main__ import app
+from tilewise.dispatch import BACKENDS
+from tilewise.testing import CASES, Verdict
+
+FEW = len(CASES[:: doctor.QUICK])
+
+
+def run() -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["doctor", "--quick"])
+    assert "\x1b" not in result.output
+    assert max(map(cell_len, result.output.splitlines())) <= 100
+    return result.exit_code, result.output
+
+
+def patch_forward(monkeypatch: pytest.MonkeyPatch, change: Callable[[Any], Any]) -> None:
+    right = tiled.forward
+    monkeypatch.setattr(tiled, "forward", lambda problem: change(right(problem)))
+
+
+def test_all_is_well() -> None:
+    code, output = run()
+    assert code == 0, output
+    for name in (f"tilewise {tilewise.__version__}", f"torch {torch.__version__}", "CPU: "):
+        assert name in output
+    assert "tiled on cpu, float32: works (rows=" in output
+    assert "product=" in output
+    assert output.count(f" {FEW}/{FEW} ") >= len(BACKENDS) * len(doctor.DTYPES)
+    if not torch.cuda.is_available():
+        assert "no CUDA device" in output
+
+
+@pytest.mark.parametrize("dtypes", [("float32",), ("bfloat16", "float16")])
+def test_a_wrong_case_is_shown(monkeypatch: pytest.MonkeyPatch, dtypes: tuple[str, ...]) -> None:
+    monkeypatch.setattr(doctor, "DTYPES", dtypes)
+    patch_forward(monkeypatch, lambda result: result._replace(out=1.03 * result.out))
+    code, output = run()
+    assert code == 1
+    for dtype in dtypes:
+        assert f"tiled on cpu, {dtype}, plain: out: WRONG, rms " in output
+    assert output.count(f" {FEW}/{FEW} ") == len(dtypes)  # the reference's
+    assert "Every result" not in output
+
+
+def test_a_nan_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "DTYPES", ("float32",))
+    patch_forward(monkeypatch, lambda result: result._replace(out=result.out * float("nan")))
+    code, output = run()
+    assert code == 1
+    assert " inf " in output
+    assert "tiled on cpu, float32, plain: out: WRONG, rms nan" in output
+
+
+def test_an_error_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(result: Any) -> Any:
+        raise RuntimeError("no such instruction\nmore of it")
+
+    monkeypatch.setattr(doctor, "DTYPES", ("float32",))
+    patch_forward(monkeypatch, fail)
+    code, output = run()
+    assert code == 1
+    assert "tiled on cpu, float32, plain: RuntimeError: no such instruction\n" in output
+    assert f" 0/{FEW} " in output
+
+
+def test_what_is_not_served_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiled, "unsupported", lambda problem: ["needs a GPU", "needs an even day"])
+    monkeypatch.setattr(doctor, "DTYPES", ("float32",))
+    code, output = run()
+    assert code == 0
+    assert "tiled on cpu, float32: does not work\n  - needs a GPU\n  - needs an even day" in output
+    assert f"0/0, {FEW} not served" in output
+
+
+def test_a_broken_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(name: str) -> None:
+        raise OSError("libgpu.so: cannot open\nmore of it")
+
+    assert doctor.version("no_such_package") == "not installed"
+    monkeypatch.setattr(importlib, "import_module", broken)
+    assert doctor.version("triton") == "does not import (libgpu.so: cannot open)"
+
+
+@pytest.mark.parametrize(
+    ("rms", "largest", "share"),
+    [
+        ((1.0, 4.0), (1.0, 2.0), 0.5),
+        ((0.0, 0.0), (3.0, float("inf")), 0.0),
+        ((2.0, 0.0), (0, 1), 1),
+    ],
+)
+def test_used(rms: tuple[float, float], largest: tuple[float, float], share: float) -> None:
+    assert doctor.used(Verdict("out", True, *rms, *largest)) == share

@@ -1,0 +1,192 @@
+"""``tilewise doctor``: what is installed here, what works, and whether the results are right."""
+
+import importlib
+import math
+import platform
+from collections.abc import Iterator, Sequence
+from itertools import product
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+import typer
+
+from tilewise.cli.bench import environment
+from tilewise.cli.demo import Screen
+from tilewise.cli.messages import Language
+
+if TYPE_CHECKING:
+    from tilewise.testing import Case, Verdict
+
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+QUICK = 8  # every eighth case
+
+
+def doctor(
+    quick: Annotated[bool, typer.Option("--quick", help="A few cases, some seconds.")] = False,
+) -> None:
+    """Show versions and devices, and judge every backend on this machine.
+
+    The cases of tilewise.testing run forward and backward; the closeness rule
+    compares them with the formula. Exit code 1 if one fails.
+    """
+    screen = Screen(Language.EN)
+    for line in (*machine(), "", *backends()):
+        screen.line(line)
+    checkups = examine_all(screen, QUICK if quick else 1)
+    screen.table(
+        ("cases", "passed", "error / allowed", "worst"),
+        [checkup.row() for checkup in checkups],
+    )
+    wrong = [line for checkup in checkups for line in checkup.wrong()]
+    for line in wrong:
+        screen.line(line, style="bold red")
+    if wrong:
+        raise typer.Exit(1)
+    screen.line("Every result is within what the closeness rule allows.", style="green")
+
+
+# ------------------------------------------------------------------ what is here
+
+
+def machine() -> Iterator[str]:
+    """Versions, the CPU and the GPUs."""
+    import torch
+
+    names = ("tilewise", "torch", "triton", "numpy")
+    versions = ", ".join(f"{name} {version(name)}" for name in names)
+    yield f"Python {platform.python_version()}, {versions}"
+    yield f"CPU: {environment()['cpu']}, threads: {torch.get_num_threads()}"
+    gpus = range(torch.cuda.device_count())
+    for i in gpus:
+        major, minor = torch.cuda.get_device_capability(i)
+        yield f"cuda:{i}: {torch.cuda.get_device_name(i)}, capability {major}.{minor}"
+    if not gpus:
+        yield "no CUDA device"
+
+
+def version(name: str) -> str:
+    try:
+        return str(importlib.import_module(name).__version__)
+    except ModuleNotFoundError:
+        return "not installed"
+    except Exception as error:  # installed and broken: a doctor says so and goes on
+        return f"does not import ({first_line(error)})"
+
+
+def devices() -> list[str]:
+    import torch
+
+    return ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+
+
+def backends() -> Iterator[str]:
+    """Of each backend on each device: how it works, or every reason why it does not."""
+    from tilewise.dispatch import BACKENDS, ON_REQUEST
+    from tilewise.testing import CASES, make_call
+
+    for name, device in product(BACKENDS, devices()):
+        problem = make_call(CASES[0], device=device).problem()
+        reasons = BACKENDS[name].unsupported(problem)
+        config = BACKENDS[name].config(problem) if not reasons else {}
+        how = ", ".join(f"{key}={value}" for key, value in config.items())
+        only = "when asked for by name" if name == ON_REQUEST else ""
+        notes = "; ".join(note for note in (how, only) if note)
+        verdict = "does not work" if reasons else "works"
+        yield f"{name} on {device}, float32: {verdict}" + (f" ({notes})" if notes else "")
+        yield from (f"  - {reason}" for reason in reasons)
+
+
+# ------------------------------------------------------------------ is it right
+
+
+class Outcome(NamedTuple):
+    """A case that ran: its verdicts, or the error in which it ended."""
+
+    case: "Case"
+    verdicts: "Sequence[Verdict]"
+    error: str = ""
+
+
+class Checkup(NamedTuple):
+    """The cases of one backend on one device in one dtype; `unserved` of them it does not serve."""
+
+    name: str
+    outcomes: list[Outcome]
+    unserved: int
+
+    def row(self) -> tuple[str, ...]:
+        passed = sum(not wrong_in(outcome) for outcome in self.outcomes)
+        parts = [
+            (used(verdict), f"{verdict.name}, {outcome.case}")
+            for outcome in self.outcomes
+            for verdict in outcome.verdicts
+        ]
+        share, where = max(parts, default=(math.nan, ""))
+        return (
+            self.name,
+            f"{passed}/{len(self.outcomes)}"
+            + f", {self.unserved} not served" * bool(self.unserved),
+            f"{share:.2f}" if where else "",
+            where,
+        )
+
+    def wrong(self) -> list[str]:
+        return [
+            f"{self.name}, {outcome.case}: {line}"
+            for outcome in self.outcomes
+            for line in wrong_in(outcome)
+        ]
+
+
+def wrong_in(outcome: Outcome) -> list[str]:
+    lines = [str(verdict) for verdict in outcome.verdicts if not verdict.passed]
+    return lines + [outcome.error] * bool(outcome.error)
+
+
+def used(verdict: "Verdict") -> float:
+    """The part of the allowed error that is used up: by rms or by maximum, whichever is more."""
+    pairs = ((verdict.rms, verdict.rms_allowed), (verdict.largest, verdict.largest_allowed))
+    return max(
+        math.inf if math.isnan(error) else error / (allowed or error or 1.0)
+        for error, allowed in pairs
+    )
+
+
+def examine_all(screen: Screen, every: int) -> list[Checkup]:
+    """Every backend on every device in every dtype; a bar shows on a terminal."""
+    from tilewise.dispatch import BACKENDS
+    from tilewise.testing import CASES
+
+    cases, kinds = CASES[::every], list(product(BACKENDS, devices(), DTYPES))
+    checkups = []
+    with screen.progress() as progress:
+        task = progress.add_task("", total=len(kinds) * len(cases))
+        for backend, device, dtype in kinds:
+            name = f"{backend} on {device}, {dtype}"
+            progress.update(task, description=name)
+            outcomes = []
+            for case in cases:
+                outcomes.append(examine(case, backend, device, dtype))
+                progress.advance(task)
+            ran = [outcome for outcome in outcomes if outcome is not None]
+            checkups.append(Checkup(name, ran, len(cases) - len(ran)))
+    return checkups
+
+
+def examine(case: "Case", backend: str, device: str, dtype: str) -> Outcome | None:
+    """The outcome of a case, or None where the backend says that it does not serve it."""
+    import torch
+
+    from tilewise.dispatch import BACKENDS
+    from tilewise.testing import make_call, verify
+
+    kind: torch.dtype = getattr(torch, dtype)
+    try:
+        if BACKENDS[backend].unsupported(make_call(case, kind, device).problem()):
+            return None
+        return Outcome(case, verify(case, backend, kind, device))
+    except Exception as error:  # whatever a machine comes up with is a finding
+        return Outcome(case, [], f"{type(error).__name__}: {first_line(error)}")
+
+
+def first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
