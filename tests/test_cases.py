@@ -41,7 +41,7 @@ def test_many_small_tiles(small_tiles, dtype):
         assert not wrong, case
 
 
-@pytest.mark.parametrize("sq, sk", [(1, 1), (7, 19), (19, 7), (64, 64), (65, 130), (130, 65)])
+@pytest.mark.parametrize(("sq", "sk"), [(1, 1), (7, 19), (19, 7), (64, 64), (65, 130), (130, 65)])
 @pytest.mark.parametrize("align", ["bottom-right", "top-left"])
 @pytest.mark.parametrize("window", [(None, None), (0, 0), (3, 0), (5, 2), (None, 4), (100, None)])
 @pytest.mark.parametrize("causal", [False, True])

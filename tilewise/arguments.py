@@ -119,9 +119,11 @@ def paged_problem(
     b, sq, hq, _ = q.shape
     table = _index("page_table", page_table, q.device, 2, "(B, max_pages)")
     used = _index("seqused_k", seqused_k, q.device, 1, "(B,)")
-    for name, t in (("page_table", table), ("seqused_k", used)):
-        if t.shape[0] != b:
-            raise ValueError(f"{name} must have B = {b} rows like q, got shape {tuple(t.shape)}")
+    for name, index in (("page_table", table), ("seqused_k", used)):
+        if index.shape[0] != b:
+            raise ValueError(
+                f"{name} must have B = {b} rows like q, got shape {tuple(index.shape)}"
+            )
     if num_splits is not None and (not isinstance(num_splits, int) or num_splits < 1):
         raise ValueError(f"num_splits must be None or an int of at least 1, got {num_splits!r}")
     rows = _Shape(B=b, Sq=sq)
@@ -130,8 +132,9 @@ def paged_problem(
     problem = Problem(q, k, v, Band(), Scores(1.0), paged=Paged(table, used))
     problem = _with_options(problem, rows, scores, **options)
     s = problem.scores
-    given = {"q": q, "k_pages": k, "v_pages": v, "bias": s.bias, "sinks": s.sinks}
-    for name, t in {**given, "alibi_slopes": s.alibi_slopes}.items():
+    given: dict[str, Tensor | None] = {"q": q, "k_pages": k, "v_pages": v}
+    given |= {"bias": s.bias, "alibi_slopes": s.alibi_slopes, "sinks": s.sinks}
+    for name, t in given.items():
         if t is not None and t.requires_grad and torch.is_grad_enabled():
             raise ValueError(
                 f"{name} requires grad, but attention_paged is for inference: call it under "

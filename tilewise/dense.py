@@ -37,7 +37,7 @@ class Operands(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What is known of the block's rows besides: interval lo ≤ j < hi (B or 1, n), number i of each (n,), mask."""
+    """The block's rows: interval lo ≤ j < hi (B or 1, n), number i of each (n,), mask."""
 
     lo: Tensor
     hi: Tensor

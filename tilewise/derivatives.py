@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 
 from tilewise import dense, spec
-from tilewise.results import accumulation_dtype, result_shapes
+from tilewise.results import SCORE_NAMES, accumulation_dtype, result_shapes
 from tilewise.spec import Problem, sequences
 
 Tensors = tuple[Tensor, ...]
-SCORE_NAMES = ("bias", "alibi_slopes", "sinks")
 
 
 class Rowwise(NamedTuple):
@@ -41,7 +40,7 @@ class Rowwise(NamedTuple):
     def __call__(self, constants: Sequence[Tensor], inputs: Sequence[Tensor]) -> Tensors:
         """Runs all blocks; a shared output is the sum of its blocks."""
         rowwise: list[list[Tensor]] = [[] for _ in self.out_dims]
-        shared: list[Tensor | None] = [None] * len(self.out_dims)
+        shared: list[Any] = [None] * len(self.out_dims)
         # Without rows there is one empty block, for its shapes.
         for i0, i1 in dense.row_blocks(0, max(1, self.rows), self.step):
             i1 = min(i1, self.rows)
@@ -54,7 +53,7 @@ class Rowwise(NamedTuple):
                     total = shared[n]
                     shared[n] = part if total is None else total + part
         return tuple(
-            torch.cat(blocks, dim) if total is None else total
+            torch.cat(blocks, dim) if dim is not None else total
             for blocks, total, dim in zip(rowwise, shared, self.out_dims, strict=True)
         )
 
@@ -64,8 +63,7 @@ class Rowwise(NamedTuple):
 
         def pull(block: tuple[int, int], constants: Tensors, *tensors: Tensor) -> Tensors:
             inputs, cotangents = tensors[:count], tensors[count:]
-            _, back = torch.func.vjp(lambda *x: function(block, constants, *x), *inputs)
-            return back(cotangents)
+            return torch.func.vjp(lambda *x: function(block, constants, *x), *inputs)[1](cotangents)
 
         return self._replace(
             function=pull, in_dims=self.in_dims + self.out_dims, out_dims=self.in_dims
@@ -81,7 +79,7 @@ class Rowwise(NamedTuple):
 
         def push(block: tuple[int, int], constants: Tensors, *tensors: Tensor) -> Tensors:
             inputs, tangents = tensors[:count], tensors[count:]
-            outputs, back = torch.func.vjp(lambda *x: function(block, constants, *x), *inputs)
+            outputs, back = torch.func.vjp(lambda *x: function(block, constants, *x), *inputs)[:2]
             zeros = tuple(torch.zeros_like(t) for t in outputs)
             return torch.func.vjp(back, zeros)[1](tangents)[0]
 
@@ -259,4 +257,6 @@ def _view(sequence: spec.Sequence, name: str, t: Tensor) -> Tensor:
         return sequence.of_k(t)
     if name == "lse":
         return sequence.of_lse(t)
-    return getattr(sequence.of_scores(spec.Scores(1.0, **{name: t})), name)
+    alone: dict[str, Any] = {name: t}
+    scores = spec.Scores(1.0, **alone)
+    return getattr(sequence.of_scores(scores), name)

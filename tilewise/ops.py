@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from tilewise import dispatch
-from tilewise.derivatives import SCORE_NAMES, Rowwise, derive
-from tilewise.results import Result, accumulation_dtype, result_shapes
+from tilewise.derivatives import Rowwise, derive
+from tilewise.results import SCORE_NAMES, Result, accumulation_dtype, result_shapes
 from tilewise.spec import Band, Dropout, KeyRange, Packed, Paged, Problem, Scores
 
 _DIFFERENTIABLE = 6

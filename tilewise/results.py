@@ -22,6 +22,10 @@ def result_shapes(problem: Problem) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return out, (q[1], q[0]) if problem.packed is not None else (q[0], q[2], q[1])
 
 
+# The score tensors that have gradients, in the order in which they are passed around.
+SCORE_NAMES = ("bias", "alibi_slopes", "sinks")
+
+
 class Result(NamedTuple):
     """What a forward pass leaves for a backward one.
 

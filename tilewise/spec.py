@@ -10,6 +10,7 @@ q (total_q, Hq, D), lse (Hq, total_q); pages (num_pages, page_size, Hkv, D).
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import NamedTuple, overload
 
 import torch
@@ -256,7 +257,7 @@ def sequences(problem: Problem) -> Iterator[Sequence]:
 def _packed_sequences(problem: Problem, packed: Packed) -> Iterator[Sequence]:
     cu_q = _checked_cu_seqlens("cu_seqlens_q", packed.cu_seqlens_q, problem.q.shape[0])
     cu_k = _checked_cu_seqlens("cu_seqlens_k", packed.cu_seqlens_k, problem.k.shape[0])
-    longest = max((b - a for a, b in zip(cu_k, cu_k[1:], strict=False)), default=0)
+    longest = max((b - a for a, b in pairwise(cu_k)), default=0)
     for name, t in (("mask", problem.scores.mask), ("bias", problem.scores.bias)):
         if t is not None and 1 != t.shape[-1] < longest:
             raise ValueError(

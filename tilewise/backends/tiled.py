@@ -15,7 +15,7 @@ are computed again by the exact formula of `dense.py`, a few rows at a time in f
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +23,14 @@ from torch import Tensor
 from tilewise import dense
 from tilewise.backends.products import product_for
 from tilewise.backends.tiles import LOG2E, NEG_INF, Tiles, Where, parts, tile_shape
-from tilewise.results import Gradients, Result, accumulation_dtype, result_shapes, zero_gradients
+from tilewise.results import (
+    SCORE_NAMES,
+    Gradients,
+    Result,
+    accumulation_dtype,
+    result_shapes,
+    zero_gradients,
+)
 from tilewise.spec import Problem, Scores, sequences
 
 # Beyond this |lse|, rounding the scores loses more than a part in 10⁴ of exp(s − lse).
@@ -101,41 +108,52 @@ def _forward_rows(
     q = tiles.query_stack(tiles.part.q[:, i0:i1])
     edges = tiles.edges(i0, i1)
     may_be_empty = tiles.may_be_empty(edges)
-    m = l = acc = shift = None
+    so_far = None
     for j0, j1 in tiles.key_blocks(edges.bounds.first, edges.bounds.last):
         at = Where(i0, i1, j0, j1)
         if tiles.hidden_by_mask(at):
             continue
         s, _ = tiles.logits(q, tiles.key_stack(k[:, j0:j1]), at, edges, scratch)
-        top = s.amax(-1, keepdim=True)
-        m = top if m is None else torch.maximum(m, top)
+        m = s.amax(-1, keepdim=True)
+        if so_far is not None:
+            m = torch.maximum(m, so_far.m)
         # A row without a key so far has m = −inf and shift = +inf; its terms, all 0, need any base.
-        shift_before, shift = shift, m * -tiles.exponent
+        shift = m * -tiles.exponent
         base = shift.masked_fill(m == NEG_INF, 0) if may_be_empty else shift
         p = tiles.exponentials(s, base)
-        total = p.sum(-1, keepdim=True)
+        l = p.sum(-1, keepdim=True)
         kept = tiles.kept(p, at)
         if kept is not None:
             p.mul_(kept)
         values = tiles.key_stack(v[:, j0:j1])
-        if acc is None:
-            l, acc = total, tiles.product.nn(p, values)
+        if so_far is None:
+            acc = tiles.product.nn(p, values)
         else:
             # By the shifts themselves, which are rounded, so that old and new terms have one base.
-            rebase = torch.sub(base, shift_before).exp2_()
-            l.mul_(rebase).add_(total)
-            tiles.product.add_nn(acc.mul_(rebase), p, values)
-    if acc is None:
-        rows = (*q.shape[:2], 1)
-        l, shift = q.new_zeros(rows), q.new_full(rows, -NEG_INF)
-        acc = q.new_zeros((*q.shape[:2], v.shape[-1]))
-    return _normalised(acc, shift, l, tiles.sink_stack(q.shape[1]))
+            rebase = torch.sub(base, so_far.shift).exp2_()
+            l.add_(so_far.l.mul_(rebase))
+            acc = so_far.acc.mul_(rebase)
+            tiles.product.add_nn(acc, p, values)
+        so_far = _Running(m, shift, l, acc)
+    if so_far is None:
+        nothing = q.new_zeros((*q.shape[:2], v.shape[-1] + 1))
+        l, acc = nothing[..., :1], nothing[..., 1:]
+        so_far = _Running(l + NEG_INF, l - NEG_INF, l, acc)
+    return _normalised(so_far, tiles.sink_stack(q.shape[1]))
 
 
-def _normalised(
-    acc: Tensor, shift: Tensor, l: Tensor, sink: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """out and float64 lse of finished rows, whose sums l are of 2^(c·s + shift), and the sink's."""
+class _Running(NamedTuple):
+    """The state of the online softmax: with p = 2^(c·s + shift), l = Σ p and acc = Σ p·v."""
+
+    m: Tensor
+    shift: Tensor
+    l: Tensor
+    acc: Tensor
+
+
+def _normalised(finished: _Running, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+    """out and float64 lse of finished rows, with the sink's share in the sum."""
+    _, shift, l, acc = finished
     lse = l.double().log().sub_(shift.double(), alpha=math.log(2))
     empty = l == 0
     if sink is not None:
@@ -184,13 +202,16 @@ def _backward_part(
         step = dense.rows_at_once(part.q.shape[0] * part.q.shape[2], part.k.shape[1])
         exact = grads._replace(scores=sums)
         dense.backward_in_blocks(part, dout, dlse, exact, torch.float64, step)
-    for total, share in zip(grads.scores, sums, strict=True):
-        if isinstance(total, Tensor):
+    for name in SCORE_NAMES:
+        total, share = getattr(grads.scores, name), getattr(sums, name)
+        if total is not None:
             total.add_(share)
 
 
 def _zero_like(scores: Scores) -> Scores:
-    return Scores(*(torch.zeros_like(t) if isinstance(t, Tensor) else t for t in scores))
+    given = {name: getattr(scores, name) for name in SCORE_NAMES}
+    zeros: dict[str, Any] = {n: torch.zeros_like(t) for n, t in given.items() if t is not None}
+    return scores._replace(**zeros)
 
 
 def _backward_tiles(
@@ -208,8 +229,8 @@ def _backward_tiles(
     if dlse is not None:
         delta = delta - tiles.lse_stack(dlse)
     shift, factor = _shift_and_factor(tiles, result)
-    if sums.sinks is not None:
-        sink = tiles.sink_stack(shift.shape[1])
+    sink = tiles.sink_stack(shift.shape[1])
+    if sink is not None and sums.sinks is not None:
         p_sink = torch.exp2(torch.add(shift, sink, alpha=LOG2E)) * factor
         sums.sinks.sub_(tiles.grid(p_sink * delta).sum((0, 2, 4)).flatten())
 
