@@ -169,7 +169,8 @@ def _operands(given: dict[str, tuple[Tensor, str]], ndim: int) -> tuple[Tensor, 
             f"{q_name} and {k_name} must have the same head dim of at least 1, and {v_name} one of at "
             f"least 1, got {q.shape[-1]}, {k.shape[-1]}, {v.shape[-1]}"
         )
-    if k.shape[:-1] != v.shape[:-1] and k.shape[1 : ndim - 1] != v.shape[1 : ndim - 1]:
+    tokens = slice(1 if ndim == 4 else 0, -1)  # batch sizes and pages are the layout's to compare
+    if k.shape[tokens] != v.shape[tokens]:
         raise ValueError(
             f"{k_name} and {v_name} must have the same tokens and heads, got {tuple(k.shape)} and "
             f"{tuple(v.shape)}"

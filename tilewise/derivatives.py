@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tilewise import dense, spec
-from tilewise.results import SCORE_NAMES, accumulation_dtype, result_shapes
+from tilewise.results import SCORE_NAMES, accumulation_dtype, result_shapes, without_autocast
 from tilewise.spec import Problem, sequences
 
 Tensors = tuple[Tensor, ...]
@@ -45,7 +45,8 @@ class Rowwise(NamedTuple):
         for i0, i1 in dense.row_blocks(0, max(1, self.rows), self.step):
             i1 = min(i1, self.rows)
             fixed = _cut(constants, self.constant_dims, i0, i1)
-            parts = self.function((i0, i1), fixed, *_cut(inputs, self.in_dims, i0, i1))
+            with without_autocast(inputs[0].device):
+                parts = self.function((i0, i1), fixed, *_cut(inputs, self.in_dims, i0, i1))
             for n, (part, dim) in enumerate(zip(parts, self.out_dims, strict=True)):
                 if dim is not None:
                     rowwise[n].append(part)

@@ -16,7 +16,13 @@ from torch import Tensor
 
 from tilewise import dispatch
 from tilewise.derivatives import Rowwise, derive
-from tilewise.results import SCORE_NAMES, Result, accumulation_dtype, result_shapes
+from tilewise.results import (
+    SCORE_NAMES,
+    Result,
+    accumulation_dtype,
+    result_shapes,
+    without_autocast,
+)
 from tilewise.spec import Band, Dropout, KeyRange, Packed, Paged, Problem, Scores
 
 _DIFFERENTIABLE = 6
@@ -35,7 +41,7 @@ def attend(problem: Problem, backend: str) -> tuple[Tensor, Tensor]:
     if torch.compiler.is_compiling():
         out, lse, _ = torch.ops.tilewise.forward(*_flatten(problem, backend))
     elif _numbers_only(problem.q, problem.k, problem.v, *_score_tensors(problem)):
-        out, lse, _ = dispatch.backend(backend).forward(problem)
+        out, lse, _ = _compute(problem, backend)
     else:
         out, lse, _ = _Attention.apply(*_flatten(problem, backend))
     return out, lse
@@ -106,7 +112,12 @@ def _unflatten(arguments: Sequence[Any]) -> Problem:
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return dispatch.backend(arguments[-1]).forward(_unflatten(arguments))
+    return _compute(_unflatten(arguments), arguments[-1])
+
+
+def _compute(problem: Problem, backend: str) -> Result:
+    with without_autocast(problem.q.device):
+        return dispatch.backend(backend).forward(problem)
 
 
 def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -128,7 +139,8 @@ def _backward(
 ) -> tuple[Tensor, ...]:
     problem = _unflatten(arguments)
     backward = dispatch.backend(arguments[-1]).backward
-    g = backward(problem, Result(out, lse, lse_low), dout, dlse, bias_grad)
+    with without_autocast(dout.device):
+        g = backward(problem, Result(out, lse, lse_low), dout, dlse, bias_grad)
     scores = [getattr(g.scores, name) for name in SCORE_NAMES]
     return (g.q, g.k, g.v, *(problem.q.new_empty(0) if t is None else t for t in scores))
 
@@ -155,7 +167,8 @@ def _forward_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ..
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(output[2])
     ctx.save_for_backward(*inputs[:_TENSORS], *output)
-    ctx.save_for_forward(*inputs[:_TENSORS], *output)
+    # Not the outputs: where checkpointing stops early, they would keep each other alive for good.
+    ctx.save_for_forward(*inputs[:_TENSORS])
     ctx.options = inputs[_TENSORS:]
 
 
@@ -180,7 +193,7 @@ def _forward_vjp(
 
 
 def _forward_jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, Tensor, None]:
-    tensors = ctx.saved_tensors[:_TENSORS]
+    tensors = ctx.saved_tensors
     problem = _unflatten((*tensors, *ctx.options))
     moves = _present(problem, tangents[:_DIFFERENTIABLE])
     out, lse = derive(problem, Rowwise.jvp, moves, ("out", "lse"))
@@ -331,6 +344,8 @@ def _sample(argument: Any, dim: int | None, index: int) -> Any:
 def _fold(t: Tensor, dim: int | None, count: int, size: int) -> Tensor:
     """The mapped dimension and the batch, (count, size, …), as one."""
     t = t.unsqueeze(0) if dim is None else t.movedim(dim, 0)
+    if t.numel() == 0 and t.ndim == 2:
+        return t[0]  # nothing, in the place of a tensor that is not there
     return t.expand(count, size, *t.shape[2:]).flatten(0, 1)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -24,6 +25,14 @@ def result_shapes(problem: Problem) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 # The score tensors that have gradients, in the order in which they are passed around.
 SCORE_NAMES = ("bias", "alibi_slopes", "sinks")
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Our own products choose their dtypes: autocast has had its say about the arguments."""
+    kind = device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return nullcontext()
+    return torch.autocast(kind, enabled=False)
 
 
 class Result(NamedTuple):
