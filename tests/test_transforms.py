@@ -12,6 +12,7 @@ from dense64 import close, gradients
 from inputs import cumulative, draw, draw_qkv, draw_tokens
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -82,6 +83,16 @@ def test_b63_exported():
     program = torch.export.export(Layer(), leaves).module()
     for ours, eager in zip(program(*leaves), Layer()(*leaves), strict=True):
         assert torch.equal(ours, eager)
+
+
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+def test_b63_traced_by_make_fx(backend, mode):
+    leaves = tuple(draw_qkv(1, 8, 8, 2, 4).values())
+    call = functools.partial(tilewise.attention, causal=True, backend=backend)
+    graph = make_fx(lambda *x: call(*x), tracing_mode=mode)(*leaves)
+    targets = [node.target for node in graph.graph.nodes]
+    assert torch.ops.tilewise.forward.default in targets
+    close(graph(*leaves), call(*leaves))
 
 
 def arguments(backend: str, **changes: Any) -> list[Any]:
