@@ -87,6 +87,15 @@ def test_what_is_not_served_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None
     assert f"0/0, {FEW} not served" in output
 
 
+def test_a_broken_device_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "devices", lambda: ["nowhere"])
+    monkeypatch.setattr(doctor, "DTYPES", ("float32",))
+    code, output = run()
+    assert code == 1
+    assert "tiled on nowhere, float32: does not work\n  - " in output
+    assert "tiled on nowhere, float32, plain: RuntimeError: " in output
+
+
 def test_a_broken_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(name: str) -> None:
         raise OSError("libgpu.so: cannot open\nmore of it")

@@ -80,19 +80,28 @@ def devices() -> list[str]:
 
 def backends() -> Iterator[str]:
     """Of each backend on each device: how it works, or every reason why it does not."""
+    from tilewise.dispatch import BACKENDS
+
+    for name, device in product(BACKENDS, devices()):
+        notes, reasons = answer(name, device)
+        verdict = "does not work" if reasons else "works"
+        yield f"{name} on {device}, float32: {verdict}" + f" ({', '.join(notes)})" * bool(notes)
+        yield from (f"  - {reason}" for reason in reasons)
+
+
+def answer(name: str, device: str) -> tuple[list[str], list[str]]:
+    """What a backend says of a plain call: notes on how, or reasons why not."""
     from tilewise.dispatch import BACKENDS, ON_REQUEST
     from tilewise.testing import CASES, make_call
 
-    for name, device in product(BACKENDS, devices()):
+    try:
         problem = make_call(CASES[0], device=device).problem()
         reasons = BACKENDS[name].unsupported(problem)
-        config = BACKENDS[name].config(problem) if not reasons else {}
-        how = ", ".join(f"{key}={value}" for key, value in config.items())
-        only = "when asked for by name" if name == ON_REQUEST else ""
-        notes = "; ".join(note for note in (how, only) if note)
-        verdict = "does not work" if reasons else "works"
-        yield f"{name} on {device}, float32: {verdict}" + (f" ({notes})" if notes else "")
-        yield from (f"  - {reason}" for reason in reasons)
+        config = {} if reasons else BACKENDS[name].config(problem)
+    except Exception as error:  # a device that is there and broken
+        return [], [first_line(error)]
+    notes = [f"{key}={value}" for key, value in config.items()]
+    return notes + ["when asked for by name"] * (name == ON_REQUEST), reasons
 
 
 # ------------------------------------------------------------------ is it right
