@@ -297,8 +297,9 @@ def check(
     assert got[1].dtype == (torch.float64 if q.dtype == torch.float64 else torch.float32)
     for name, gradient in got[2].items():
         assert gradient.dtype == leaves[name].dtype
+        coarser = max(q.dtype, leaves[name].dtype, key=TOLERANCE.__getitem__)
         try:
-            close(gradient, want[2][name], q.dtype, 4 * factor)
+            close(gradient, want[2][name], coarser, 4 * factor)
         except AssertionError as error:
             raise AssertionError(f"gradient of {name}: {error}") from None
     return got
