@@ -134,7 +134,7 @@ class Checkup(NamedTuple):
             self.name,
             f"{passed}/{len(self.outcomes)}"
             + f", {self.unserved} not served" * bool(self.unserved),
-            f"{share:.2f}" if where else "",
+            f"{share:.2g}" if where else "",
             where,
         )
 
