@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import tilewise
-from tilewise.backends import tiles
+from tilewise.backends import flash, tiles
+from tilewise.dispatch import BACKENDS
 
 
 @pytest.fixture
@@ -14,6 +15,7 @@ def small_tiles(monkeypatch):
         monkeypatch.setattr(tiles, name, 16 * 32)
     for name in ("ROWS", "ROWS_IN_BAND"):
         monkeypatch.setattr(tiles, name, 16)
+    monkeypatch.setattr(flash, "serves", lambda problem: False)
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +23,7 @@ def _seed():
     torch.manual_seed(0)
 
 
-@pytest.fixture(params=["tiled", "reference"])
+@pytest.fixture(params=list(BACKENDS))
 def backend(request):
     return request.param
 

@@ -72,7 +72,7 @@ def test_the_rule_refuses_one_per_cent(dtype):
         if call.function is not api.attention:
             continue
         scale = call.problem().scores.scale
-        results = evaluate(Call(api.attention, {**call.arguments, "scale": 1.03 * scale}))
+        results = evaluate(Call(api.attention, {**call.arguments, "scale": 1.01 * scale}))
         gold, peer = expect(call)
         verdicts = [judge(n, t, gold[n], peer[n], dtype) for n, t in results.items()]
         refused += not all(v.passed for v in verdicts)

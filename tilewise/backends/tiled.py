@@ -6,7 +6,8 @@ are (N, rows, D) and (N, keys, D) with N = batch entries · key heads and row r 
 r % G of the group. A tile's scores are made in one product, turned into probabilities in place, and
 used up by the next; tile sizes keep them in the cache.
 
-Two paths lead to the same result. The fast one folds the scale into base-2 exponents and multiplies
+Plain calls go to PyTorch's own flash kernel where that is faster (`flash.py`). For all others, two
+paths lead to the same result. The fast one folds the scale into base-2 exponents and multiplies
 hidden probabilities, which are 0, with whatever their values hold. Its result says when that was not
 good enough — something is not finite, or lse is so large that rounding it matters — and those rows
 are computed again by the exact formula of `dense.py`, a few rows at a time in float64.
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from tilewise import dense
+from tilewise.backends import flash
 from tilewise.backends.products import product_for
 from tilewise.backends.tiles import LOG2E, NEG_INF, Tiles, Where, parts, tile_shape
 from tilewise.results import (
@@ -44,6 +46,8 @@ def unsupported(problem: Problem) -> list[str]:
 
 def config(problem: Problem) -> dict[str, Any]:
     """The sides of a tile, and where its products are computed."""
+    if flash.serves(problem):
+        return {"kernel": "PyTorch's flash kernel"}
     rows, scores = tile_shape(problem)
     product = product_for(accumulation_dtype(problem.q.dtype), problem.q.device)
     return {"rows": rows, "keys": scores // rows, "product": product.name}
@@ -51,6 +55,10 @@ def config(problem: Problem) -> dict[str, Any]:
 
 def forward(problem: Problem) -> Result:
     """out, laid out like q, and lse."""
+    if flash.serves(problem):
+        result = flash.forward(problem)
+        if result is not None:
+            return result
     out_shape, lse_shape = result_shapes(problem)
     out = problem.q.new_zeros(out_shape)
     lse = problem.q.new_full(lse_shape, NEG_INF, dtype=torch.float64)
@@ -70,6 +78,11 @@ def backward(
     bias_grad: bool = True,
 ) -> Gradients:
     """Gradients of q, k, v and of the bias (if wanted), slopes and sinks that there are."""
+    # In bfloat16 the kernel also accumulates in bfloat16; tiles are more exact, and mostly faster.
+    if dlse is None and problem.q.dtype == torch.float32 and flash.serves(problem):
+        gradients = flash.backward(problem, result, dout)
+        if gradients is not None:
+            return gradients
     grads = zero_gradients(problem, bias_grad)
     for sequence in sequences(problem):
         whole, do, g = result.of(sequence), sequence.of_q(dout), grads.of(sequence)
@@ -89,8 +102,7 @@ def _forward_part(part: Problem, out: Tensor, lse: Tensor) -> None:
     """Writes out (b, Sq, Hq, Dv) and float64 lse (b, Hq, Sq) of one part."""
     tiles = Tiles(part)
     blocks, scratch = tiles.query_blocks(), tiles.scratch()
-    # Keys that several query blocks will read are converted once; others as they pass by.
-    k, v = (t.to(tiles.dtype) if len(blocks) > 1 else t for t in (part.k, part.v))
+    k, v = tiles.key_stack(part.k), tiles.key_stack(part.v)
     for i0, i1 in blocks:
         o, m = _forward_rows(tiles, i0, i1, k, v, scratch)
         if _trustworthy(part, o, m, i0, i1):
@@ -113,7 +125,7 @@ def _forward_rows(
         at = Where(i0, i1, j0, j1)
         if tiles.hidden_by_mask(at):
             continue
-        s, _ = tiles.logits(q, tiles.key_stack(k[:, j0:j1]), at, edges, scratch)
+        s, _ = tiles.logits(q, k[:, j0:j1].to(tiles.dtype), at, edges, scratch)
         m = s.amax(-1, keepdim=True)
         if so_far is not None:
             m = torch.maximum(m, so_far.m)
@@ -125,7 +137,7 @@ def _forward_rows(
         kept = tiles.kept(p, at)
         if kept is not None:
             p.mul_(kept)
-        values = tiles.key_stack(v[:, j0:j1])
+        values = v[:, j0:j1].to(tiles.dtype)
         if so_far is None:
             acc = tiles.product.nn(p, values)
         else:
@@ -238,11 +250,12 @@ def _backward_tiles(
     delta_p = delta * factor
     blocks = [(i0, i1, tiles.edges(i0, i1)) for i0, i1 in tiles.query_blocks()]
     q, do = (t.to(dtype) if len(blocks) > 1 else t for t in (part.q, dout))
+    all_k, all_v = tiles.key_stack(part.k), tiles.key_stack(part.v)
     dq = grads.q if grads.q.dtype == dtype else torch.zeros_like(grads.q, dtype=dtype)
     scratch, scratch_dp = tiles.scratch(), tiles.scratch()
     total = 0.0
     for start, stop in tiles.key_blocks(0, part.k.shape[1]):
-        k, v = (tiles.key_stack(t[:, start:stop]) for t in (part.k, part.v))
+        k, v = (t[:, start:stop].to(dtype) for t in (all_k, all_v))
         dk, dv = torch.zeros_like(k), torch.zeros_like(v)
         for i0, i1, edges in blocks:
             j0, j1 = max(start, edges.bounds.first), min(stop, edges.bounds.last)
@@ -301,10 +314,11 @@ def _delta(tiles: Tiles, out: Tensor, dout: Tensor) -> Tensor:
     sums = part.scores.alibi_slopes is not None or part.scores.sinks is not None
     anew = sums and out.dtype != tiles.dtype
     scratch = tiles.scratch() if anew else None
+    k, v = tiles.key_stack(part.k), tiles.key_stack(part.v)
     deltas = []
     for i0, i1 in tiles.query_blocks():
         if scratch is not None:
-            o, _ = _forward_rows(tiles, i0, i1, part.k, part.v, scratch)
+            o, _ = _forward_rows(tiles, i0, i1, k, v, scratch)
         else:
             o = tiles.query_stack(out[:, i0:i1])
         deltas.append((tiles.query_stack(dout[:, i0:i1]) * o).sum(-1, keepdim=True))

@@ -86,7 +86,8 @@ class Tiles:
         self.exponent = (s.scale if self.plain else 1.0) * LOG2E
         rows, area = tile_shape(part)
         self.step = min(max(1, rows // self.groups), self.queries)
-        taller = max(self.step * self.groups, width, part.v.shape[-1])
+        # Where rows are few, it is the keys themselves that fill the cache.
+        taller = max(self.step * self.groups, (width + part.v.shape[-1]) // 4)
         self.key_step = max(1, area // (self.stack * taller))
 
     def query_blocks(self) -> list[tuple[int, int]]:
@@ -123,8 +124,12 @@ class Tiles:
         return self.query_grid(t).reshape(self.stack, -1, t.shape[-1]).to(self.dtype)
 
     def key_stack(self, t: Tensor) -> Tensor:
-        """(batch, keys, Hkv, D) as a stack (N, keys, D) in the dtype of the arithmetic."""
-        return t.transpose(1, 2).reshape(self.stack, -1, t.shape[-1]).to(self.dtype)
+        """(batch, keys, Hkv, D) as a stack (N, keys, D), if possible a view.
+
+        Keys that several query blocks will read are converted at once, others tile by tile.
+        """
+        stack = t.transpose(1, 2).reshape(self.stack, -1, t.shape[-1])
+        return stack.to(self.dtype) if self.step < self.queries else stack
 
     def of_lse(self, t: Tensor) -> Tensor:
         """A stack (N, rows, 1) as (batch, Hq, queries)."""

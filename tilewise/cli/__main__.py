@@ -1,7 +1,7 @@
 """The command line: ``tilewise COMMAND`` or ``python -m tilewise.cli COMMAND``.
 
-A registry, nothing more: each command lives in its own module, which imports what is heavy (torch,
-matplotlib, transformers) only when it runs, so that ``--help`` is quick.
+A registry, nothing more: each command lives in its own module, which imports what only it needs
+(matplotlib, transformers) when it runs.
 """
 
 import io

@@ -1,0 +1,107 @@
+"""PyTorch's flash kernel for the CPU, for the plain calls where it beats tiles made of products.
+
+It is tiled and O(n) like ours, and C++: it wins where calls are short, and where torch.mm already
+runs at the processor's speed (see `products.py`). Its results are used only when they can be trusted:
+it knows no hidden NaN, gives 0 for some NaN queries, and keeps one rounded lse.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from tilewise.backends.products import onednn_wins
+from tilewise.results import Gradients, Result
+from tilewise.spec import Problem, Scores
+
+# Up to so many scores a head, a call into C++ beats a loop in Python on every CPU seen.
+SHORT = 200 * 200
+# Few bfloat16 rows are slow there, and with fewer keys a NaN query may come out as 0.
+FEWEST_ROWS = {torch.float32: 1, torch.bfloat16: 16}
+FEWEST_KEYS = 16
+# exp(s − lse) from one float32 lse is as exact as a float32 can be expected to be up to here.
+LARGEST_LSE = 16.0
+
+
+def serves(problem: Problem) -> bool:
+    """Whether the kernel knows what is asked for and is the faster way."""
+    q, k, v = problem.q, problem.k, problem.v
+    scale, *asked = problem.scores
+    return (
+        q.device.type == "cpu"
+        and q.dtype in FEWEST_ROWS
+        and all(t is None for t in (*asked, problem.key_range, problem.dropout))
+        and problem.packed is None
+        and problem.paged is None
+        and scale > 0
+        and q.shape[3] == v.shape[3]
+        and q.shape[1] >= FEWEST_ROWS[q.dtype]
+        and k.shape[1] >= FEWEST_KEYS
+        and q.shape[0] * q.shape[2] > 0
+        and q.stride(3) == k.stride(3) == v.stride(3) == 1
+        and _is_causal(problem) is not None
+        and (q.shape[1] * k.shape[1] <= SHORT or not onednn_wins())
+    )
+
+
+def _is_causal(problem: Problem) -> bool | None:
+    """The kernel's flag, or None for a band that it does not know."""
+    sq, sk = problem.q.shape[1], problem.k.shape[1]
+    if problem.bounds(0, sq)[1:3] == (0, sk):
+        return False
+    left, right, _ = problem.band
+    return True if left is None and right == 0 and problem.band.offset(sq, sk) == 0 else None
+
+
+def forward(problem: Problem) -> Result | None:
+    """The result, or None where it is not to be trusted."""
+    if not math.isfinite(float(problem.q.sum())):
+        return None
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        *_heads_first(problem.q, *_expanded(problem)),
+        0.0,
+        bool(_is_causal(problem)),
+        scale=problem.scores.scale,
+    )
+    if not (_moderate(lse) and math.isfinite(float(out.sum()))):
+        return None
+    lse = lse.contiguous()
+    return Result(out.transpose(1, 2).contiguous(), lse, torch.zeros_like(lse))
+
+
+def backward(problem: Problem, result: Result, dout: Tensor) -> Gradients | None:
+    """The gradients, or None where they are not to be trusted."""
+    if not _moderate(result.lse):
+        return None
+    grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        *_heads_first(dout.contiguous(), problem.q, *_expanded(problem), result.out),
+        result.lse,
+        0.0,
+        bool(_is_causal(problem)),
+        scale=problem.scores.scale,
+    )
+    if not math.isfinite(sum(float(g.sum()) for g in grads)):
+        return None
+    q, k, v = (g.transpose(1, 2).contiguous() for g in grads)
+    if problem.groups > 1:
+        k, v = (g.unflatten(2, (-1, problem.groups)).sum(3) for g in (k, v))
+    return Gradients(q, k, v, Scores(problem.scores.scale))
+
+
+def _expanded(problem: Problem) -> tuple[Tensor, Tensor]:
+    """k and v with a head for each query head."""
+    k, v, groups = problem.k, problem.v, problem.groups
+    if groups == 1:
+        return k, v
+    return k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2)
+
+
+def _heads_first(*tensors: Tensor) -> tuple[Tensor, ...]:
+    return tuple(t.transpose(1, 2) for t in tensors)
+
+
+def _moderate(lse: Tensor) -> bool:
+    low, high = (float(t) for t in torch.aminmax(lse))
+    return low > -LARGEST_LSE and high < LARGEST_LSE
