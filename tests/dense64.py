@@ -168,6 +168,7 @@ def varlen64(
         def cut(t: Tensor | None, rows: slice = rows, m: int = m) -> Tensor | None:
             if t is None:
                 return None
+            t = t.reshape(1) if t.ndim == 0 else t
             return t.expand(hq, total, t.shape[-1])[None, :, rows, : max(m, 1)].expand(
                 1, hq, rows.stop - rows.start, m
             )

@@ -1,7 +1,5 @@
 """The textbook algorithm against a dense reference that shares no code with it."""
 
-# ruff: noqa: E741  -- the papers' names l and O
-
 import doctest
 import math
 from itertools import product

@@ -5,7 +5,7 @@ A ValueError names the argument, what came and what is wanted.
 
 from __future__ import annotations
 
-import math
+import sys
 from typing import Any
 
 import torch
@@ -15,6 +15,8 @@ from tilewise.spec import ALIGNMENTS, Band, Dropout, KeyRange, Packed, Paged, Pr
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 INDEX_DTYPES = (torch.int32, torch.int64)
+# A number that a double can hold, as opposed to inf or an int of any length.
+_LARGEST = sys.float_info.max
 
 
 def problem_of(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Problem:
@@ -84,7 +86,7 @@ def packed_problem(
             f"got {cu_q.shape[0]} and {cu_k.shape[0]} entries"
         )
     for name, hint in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
-        if hint is not None and (not isinstance(hint, int) or hint < 0):
+        if hint is not None and not _is_int(hint, 0):
             raise ValueError(f"{name} must be None or an int of at least 0, got {hint!r}")
     total, hq, _ = q.shape
     rows = _Shape(total_q=total)
@@ -124,7 +126,7 @@ def paged_problem(
             raise ValueError(
                 f"{name} must have B = {b} rows like q, got shape {tuple(index.shape)}"
             )
-    if num_splits is not None and (not isinstance(num_splits, int) or num_splits < 1):
+    if num_splits is not None and not _is_int(num_splits, 1):
         raise ValueError(f"num_splits must be None or an int of at least 1, got {num_splits!r}")
     rows = _Shape(B=b, Sq=sq)
     capacity = table.shape[1] * k.shape[1]
@@ -231,9 +233,13 @@ def _with_options(
 ) -> Problem:
     """The problem with the options that all layouts share, checked."""
     q = problem.q
-    if softcap is not None and not (_is_number(softcap) and 0 < softcap < math.inf):
+    for name, flag in (("causal", causal), ("deterministic", deterministic)):
+        if not isinstance(flag, bool) and not (flag is None and name == "deterministic"):
+            got = type(flag).__name__ if isinstance(flag, Tensor) else repr(flag)
+            raise ValueError(f"{name} must be a bool, got {got}")
+    if softcap is not None and not (_is_number(softcap) and 0 < softcap < _LARGEST):
         raise ValueError(f"softcap must be None or a number above 0, got {softcap!r}")
-    if scale is not None and not (_is_number(scale) and math.isfinite(scale)):
+    if scale is not None and not (_is_number(scale) and abs(scale) < _LARGEST):
         raise ValueError(f"scale must be None or a finite number, got {scale!r}")
     if mask is not None:
         _check_tensor("mask", mask, (torch.bool,), q.device, scores)
@@ -272,7 +278,7 @@ def _band(causal: bool, align: str, window_size: tuple[int | None, int | None]) 
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
         raise ValueError(f"window_size must be a pair (left, right), got {window_size!r}")
     for side in window_size:
-        if side is not None and (isinstance(side, bool) or not isinstance(side, int) or side < 0):
+        if side is not None and not _is_int(side, 0):
             raise ValueError(
                 "window_size must hold None (unbounded) or an int of at least 0 on each side, "
                 f"got {tuple(window_size)!r}"
@@ -300,8 +306,10 @@ def _dropout(p: float, seed: int | Tensor | None, device: torch.device) -> Dropo
             )
         _check_device("dropout_seed", seed, device)
         seed = seed.reshape(())
-    elif seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
-        raise ValueError(f"dropout_seed must be an int or an int64 tensor, got {seed!r}")
+    elif seed is not None and not (_is_int(seed, -(2**63)) and seed < 2**63):
+        raise ValueError(
+            f"dropout_seed must be an int from −2⁶³ to 2⁶³ − 1 or an int64 tensor, got {seed!r}"
+        )
     if p == 0:
         return None
     if seed is None:
@@ -309,6 +317,10 @@ def _dropout(p: float, seed: int | Tensor | None, device: torch.device) -> Dropo
     elif not isinstance(seed, Tensor):
         seed = torch.tensor(seed, dtype=torch.int64, device=device)
     return Dropout(float(p), seed)
+
+
+def _is_int(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def _is_number(value: object) -> bool:

@@ -49,7 +49,8 @@ def attend(problem: Problem, backend: str) -> tuple[Tensor, Tensor]:
 
 def _numbers_only(*tensors: Tensor | None) -> bool:
     """Whether no gradient, tangent, transform or tracing is at work: a backend may be called itself."""
-    if torch._C._are_functorch_transforms_active():
+    proxy = torch._C._TorchDispatchModeKey.PROXY  # what make_fx traces with
+    if torch._C._are_functorch_transforms_active() or torch._C._get_dispatch_mode(proxy):
         return False
     grad = torch.is_grad_enabled()
     return all(
