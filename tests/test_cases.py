@@ -4,10 +4,12 @@ import pytest
 import torch
 
 from tilewise import api
+from tilewise.backends import flash
 from tilewise.dispatch import BACKENDS
 from tilewise.testing import (
     CASES,
     Call,
+    Case,
     evaluate,
     expect,
     judge,
@@ -62,6 +64,19 @@ def test_ramp(small_tiles, backend, dtype):
     gold, peer = expect(call)
     verdicts = [judge(name, t, gold[name], peer[name], dtype) for name, t in results.items()]
     assert all(v.passed for v in verdicts), verdicts
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=lambda dtype: str(dtype).removeprefix("torch."))
+def test_flash_kernel_by_the_same_rule(monkeypatch, dtype):
+    """Whatever this processor is: where the kernel serves at all, its results pass."""
+    monkeypatch.setattr(flash, "fewest_rows", lambda dtype: 1)
+    monkeypatch.setattr(flash, "onednn_wins", lambda: False)
+    square = Case("causal, square", lambda make: {"causal": True}, sq=200, sk=200)
+    served = [c for c in (*CASES, square) if flash.serves(make_call(c, dtype).problem())]
+    assert len(served) >= 9
+    for case in served:
+        wrong = [str(v) for v in verify(case, "tiled", dtype) if not v.passed]
+        assert not wrong, case
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

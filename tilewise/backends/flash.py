@@ -18,8 +18,7 @@ from tilewise.spec import Problem, Scores
 
 # Up to so many scores a head, a call into C++ beats a loop in Python on every CPU seen.
 SHORT = 200 * 200
-# Few bfloat16 rows are slow there, and with fewer keys a NaN query may come out as 0.
-FEWEST_ROWS = {torch.float32: 1, torch.bfloat16: 16}
+# With fewer keys a NaN query may come out as 0.
 FEWEST_KEYS = 16
 # exp(s − lse) from one float32 lse is as exact as a float32 can be expected to be up to here.
 LARGEST_LSE = 16.0
@@ -31,19 +30,25 @@ def serves(problem: Problem) -> bool:
     scale, *asked = problem.scores
     return (
         q.device.type == "cpu"
-        and q.dtype in FEWEST_ROWS
         and all(t is None for t in (*asked, problem.key_range, problem.dropout))
         and problem.packed is None
         and problem.paged is None
         and scale > 0
         and q.shape[3] == v.shape[3]
-        and q.shape[1] >= FEWEST_ROWS[q.dtype]
+        and q.shape[1] >= fewest_rows(q.dtype)
         and k.shape[1] >= FEWEST_KEYS
         and q.shape[0] * q.shape[2] > 0
         and q.stride(3) == k.stride(3) == v.stride(3) == 1
         and _is_causal(problem) is not None
         and (q.shape[1] * k.shape[1] <= SHORT or not onednn_wins())
     )
+
+
+def fewest_rows(dtype: torch.dtype) -> float:
+    """From how many query rows on the kernel is good at a dtype; with AMX at all of low precision."""
+    if dtype == torch.float32 or (dtype != torch.float64 and torch.cpu._is_amx_tile_supported()):
+        return 1
+    return 16 if dtype == torch.bfloat16 else math.inf
 
 
 def _is_causal(problem: Problem) -> bool | None:
