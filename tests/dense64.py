@@ -5,6 +5,8 @@ plain PyTorch that autograd can differentiate; hidden entries are replaced befor
 0 · NaN in its backward would make rows without a key NaN.
 """
 
+import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -49,22 +51,21 @@ def in_range(start: Tensor, end: Tensor, b: int, sq: int, sk: int) -> Tensor:
     return ((j >= start[..., None]) & (j < end[..., None]))[:, None]
 
 
+@functools.cache
 def keep64(p: float, seed: int, b: int, h: int, sq: int, sk: int, number: int = 0) -> Tensor:
     """What dropout multiplies probabilities by, (B, H, Sq, Sk): 0 or 1 / (1 − p).
 
     `number` is the first batch entry's number. Word j % 4 of Philox-4x32 with seven rounds at the
     counter (j // 4, i, head, sequence), in Python integers.
     """
-    out = torch.zeros(b, h, sq, sk, dtype=torch.float64)
     key = (seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF)
-    for e in range(b):
-        for head in range(h):
-            for i in range(sq):
-                for j in range(sk):
-                    word = philox((j // 4, i, head, e + number), key, 7)[j % 4]
-                    if word >= round(p * 2**32):
-                        out[e, head, i, j] = 1 / (1 - p)
-    return out
+    kept = []
+    for e, head, i in itertools.product(range(b), range(h), range(sq)):
+        words: list[int] = []
+        while len(words) < sk:
+            words += philox((len(words) // 4, i, head, e + number), key, 7)
+        kept += [word >= round(p * 2**32) for word in words[:sk]]
+    return torch.tensor(kept, dtype=torch.float64).reshape(b, h, sq, sk) / (1 - p)
 
 
 def philox(

@@ -402,9 +402,14 @@ def spoiled(leaves: dict[str, Tensor], keys: list[int], rows: list[int], value: 
 
 
 @pytest.mark.parametrize("kind", HIDDEN)
-@pytest.mark.parametrize("value", STRANGE)
-@pytest.mark.parametrize("extra", ["plain", "everything"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("value", "extra", "dtype"),
+    [
+        *((value, "plain", torch.float32) for value in STRANGE),
+        (NAN, "everything", torch.float32),
+        (INF, "everything", torch.bfloat16),
+    ],
+)
 def test_hidden_values_never_leak(attend, kind, value, extra, dtype, small_tiles):
     options, keys, rows = HIDDEN[kind]
     options = dict(options)

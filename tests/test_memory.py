@@ -4,7 +4,7 @@ import contextlib
 import functools
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -24,13 +24,22 @@ from tilewise.backends import flash
 torch.set_num_threads(1)
 
 
+@pytest.fixture
+def little_to_collect() -> Iterator[None]:
+    """What is there already is no matter for the collector, which makes it quick."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 def live_tensors() -> int:
     gc.collect()
     return sum(isinstance(o, Tensor) for o in gc.get_objects())
 
 
 @pytest.mark.parametrize("how", ["plain", "checkpoint", "no backward", "error", "double"])
-def test_b68_nothing_is_left_behind(backend, how):
+def test_b68_nothing_is_left_behind(backend, how, little_to_collect):
     """https://github.com/pytorch/pytorch/issues/161186"""
 
     def layer(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -184,10 +193,10 @@ def test_b72_memory_is_linear(monkeypatch, feature, order):
     """https://github.com/lucidrains/x-transformers/issues/261"""
     # Tiles and blocks are small beside n × d, so that what grows shows.
     set_tiles(monkeypatch, 32, 32)
-    monkeypatch.setattr(dense, "BLOCK_SCORES", 1 << 13)
+    monkeypatch.setattr(dense, "BLOCK_SCORES", 1 << 11)
     packed = feature == "packed"
     options = FEATURES["causal" if packed else feature]
-    half, whole = (spent(n, options(n), order, packed) for n in (128, 256))
+    half, whole = (spent(n, options(n), order, packed) for n in (64, 128))
     assert whole.largest <= 2.2 * half.largest, f"{half.largest} bytes grow to {whole.largest}"
     assert whole.peak <= 2.2 * half.peak, f"{half.peak} bytes grow to {whole.peak}"
 

@@ -173,7 +173,7 @@ tiled = functools.partial(tilewise.attention, return_lse=True, backend="tiled")
 reference = functools.partial(tilewise.attention, return_lse=True, backend="reference")
 
 
-@examples(max_examples=80)
+@examples(max_examples=60)
 @given(st.data(), sizes())
 def test_tiled_is_the_definition(data, s):
     leaves = drawn_operands(data, s)

@@ -84,9 +84,10 @@ def test_b02_top_left_keeps_the_meaning_of_is_causal(attend, lengths):
     if sq == 1:
         assert torch.equal(out, leaves["v"][:, :1])
         close(lse, (q * k[:, :, :1]).sum(-1) / 8)
-    torch.compiler.reset()
-    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
-    close(compiled(**leaves, **TRIANGLE)[0], out)
+    if lengths == (2, 4):
+        torch.compiler.reset()
+        compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+        close(compiled(**leaves, **TRIANGLE)[0], out)
 
 
 @pytest.mark.parametrize("sk", [8, 11, 5])
@@ -590,13 +591,21 @@ BIAS_TABLES: dict[str, tuple[tuple[int, ...], Callable[[Tensor, int], Tensor]]] 
 }
 
 
-@pytest.mark.parametrize("table", BIAS_TABLES)
-@pytest.mark.parametrize("kind", [torch.float32, torch.float16, "compiled"])
-def test_b30_learnable_tables(attend, table, kind):
+@pytest.mark.parametrize(
+    ("table", "dtype", "compiled"),
+    [
+        *(
+            (table, dtype, False)
+            for table in BIAS_TABLES
+            for dtype in (torch.float32, torch.float16)
+        ),
+        ("scalar", torch.float32, True),
+        ("relative", torch.float32, True),
+    ],
+)
+def test_b30_learnable_tables(attend, table, dtype, compiled):
     """https://github.com/pytorch/pytorch/issues/145208"""
     shape, make = BIAS_TABLES[table]
-    compiled = kind == "compiled"
-    dtype = torch.float32 if compiled else kind
     leaves = {**draw_qkv(1, 128, 128, 2, dtype=dtype, head_major=True), "t": draw(*shape, seed=5)}
 
     def ours(q: Tensor, k: Tensor, v: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
@@ -1310,11 +1319,10 @@ except ValueError:
 """
 
 
-@pytest.mark.parametrize("flags", [[], ["-OO"]])
-def test_b79_a_bare_interpreter_is_enough(flags):
+def test_b79_a_bare_interpreter_is_enough():
     """https://github.com/Dao-AILab/flash-attention/issues/1421"""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, *flags, "-W", "ignore", "-c", BARE]
+    command = [sys.executable, "-OO", "-W", "ignore", "-c", BARE]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.stdout.split() == ["fine", "tiled"], done.stderr
 

@@ -264,10 +264,13 @@ def make_call(
     return Call(api.attention, {**arguments, **c.options(make)})
 
 
-def evaluate(call: Call, backend: str | None = None, seed: int = 1) -> dict[str, Tensor]:
+def evaluate(
+    call: Call, backend: str | None = None, seed: int = 1, dlse: bool = True
+) -> dict[str, Tensor]:
     """out and lse of the public function, and the gradients of its operands (paged: none).
 
-    The loss is Σ out · dout + Σ lse · dlse with random dout and dlse, over rows that see a key.
+    The loss is Σ out · dout + Σ lse · dlse with random dout and dlse, over rows that see a key; the
+    second sum only with `dlse`.
     """
     paged = "page_table" in call.arguments
     arguments = {
@@ -278,36 +281,45 @@ def evaluate(call: Call, backend: str | None = None, seed: int = 1) -> dict[str,
     results = {"out": out.detach(), "lse": lse.detach()}
     if not paged:
         operands = [name for name in OPERANDS if name in arguments]
-        dout, dlse = _cotangents(out, lse, seed)
-        loss = (out * dout).sum() + (lse.masked_fill(lse == float("-inf"), 0) * dlse).sum()
+        of_out, of_lse = _cotangents(out, lse, seed)
+        loss = (out * of_out).sum()
+        if dlse:
+            loss = loss + (lse.masked_fill(lse == float("-inf"), 0) * of_lse).sum()
         grads = torch.autograd.grad(loss, [arguments[name] for name in operands])
         results |= {f"d{name}": g for name, g in zip(operands, grads, strict=True)}
     return results
 
 
-def expect(call: Call, seed: int = 1) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def expect(
+    call: Call, seed: int = 1, dlse: bool = True
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """gold and peer of `evaluate`."""
     dtype = call.problem().q.dtype
 
     def rounded(t: Tensor) -> Tensor:
         return t.to(dtype).to(t.dtype)
 
-    gold = _by_formula(call.problem(lambda t: t.double()), dtype, lambda t: t, seed)
-    peer = _by_formula(call.problem(), dtype, rounded, seed)
+    gold = _by_formula(call.problem(lambda t: t.double()), dtype, lambda t: t, seed, dlse)
+    peer = _by_formula(call.problem(), dtype, rounded, seed, dlse)
     return gold, peer
 
 
 def _by_formula(
-    problem: Problem, dtype: torch.dtype, rounded: Callable[[Tensor], Tensor], seed: int
+    problem: Problem,
+    dtype: torch.dtype,
+    rounded: Callable[[Tensor], Tensor],
+    seed: int,
+    dlse: bool,
 ) -> dict[str, Tensor]:
     result = reference.forward(problem, rounded)
     out, lse, _ = result
     results = {"out": out, "lse": lse}
     if problem.paged is not None:
         return results
-    dout, dlse = _cotangents(out.to(dtype), lse, seed)
-    dlse = dlse.masked_fill(lse == float("-inf"), 0)
-    g = reference.backward(problem, result, dout.to(out.dtype), dlse, True, rounded)
+    dout, of_lse = _cotangents(out.to(dtype), lse, seed)
+    of_lse = of_lse.masked_fill(lse == float("-inf"), 0)
+    dout, loss_of_lse = dout.to(out.dtype), of_lse if dlse else None
+    g = reference.backward(problem, result, dout, loss_of_lse, True, rounded)
     grads = dict(
         zip(OPERANDS, (*g[:3], g.scores.bias, g.scores.alibi_slopes, g.scores.sinks), strict=True)
     )

@@ -20,6 +20,8 @@ from tilewise.spec import Problem, Scores
 SHORT = 200 * 200
 # With fewer keys a NaN query may come out as 0.
 FEWEST_KEYS = 16
+# Its backward pass sums in the dtype of the inputs: in a low precision, too long a sum is inexact.
+MOST_ROWS_IN_LOW_PRECISION = 2048
 # exp(s − lse) from one float32 lse is as exact as a float32 can be expected to be up to here.
 LARGEST_LSE = 16.0
 
@@ -58,6 +60,15 @@ def _is_causal(problem: Problem) -> bool | None:
         return False
     left, right, _ = problem.band
     return True if left is None and right == 0 and problem.band.offset(sq, sk) == 0 else None
+
+
+def serves_backward(problem: Problem, dlse: Tensor | None) -> bool:
+    """Whether the backward kernel serves as well, and is as exact as it should be."""
+    if dlse is not None or not serves(problem):
+        return False
+    low = problem.q.dtype != torch.float32
+    rows = problem.q.shape[1]
+    return not low or (fewest_rows(problem.q.dtype) == 1 and rows <= MOST_ROWS_IN_LOW_PRECISION)
 
 
 def forward(problem: Problem) -> Result | None:

@@ -78,8 +78,7 @@ def backward(
     bias_grad: bool = True,
 ) -> Gradients:
     """Gradients of q, k, v and of the bias (if wanted), slopes and sinks that there are."""
-    # In bfloat16 the kernel also accumulates in bfloat16; tiles are more exact, and mostly faster.
-    if dlse is None and problem.q.dtype == torch.float32 and flash.serves(problem):
+    if flash.serves_backward(problem, dlse):
         gradients = flash.backward(problem, result, dout)
         if gradients is not None:
             return gradients
