@@ -30,6 +30,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 import tilewise
 from tilewise import random as bits
+from tilewise.backends import flash
 from tilewise.spec import Band, KeyRange, Problem, Scores
 
 torch.set_num_threads(1)
@@ -957,6 +958,103 @@ def test_paged_options(paged):
         want, want_lse = attention64(q[one], keys, values, **own)
         close(out[one], want, torch.float32)
         close(lse[one], want_lse, torch.float32)
+
+
+# ---------------------------------------------------------------------------------------------
+# Plain calls, which PyTorch's own kernel may serve
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """The tiled backend, for calls that PyTorch's kernel is to serve."""
+    monkeypatch.setattr(flash, "onednn_wins", lambda: False)
+
+    def call(**arguments: Any) -> tuple[Tensor, Tensor]:
+        assert "kernel" in tilewise.explain(**arguments, backend="tiled").config
+        return tilewise.attention(**arguments, return_lse=True, backend="tiled")
+
+    return call
+
+
+PLAIN_SIZES = [(16, 16), (17, 40), (40, 17), (1, 300), (130, 130), (257, 200)]
+
+
+@pytest.mark.parametrize("lengths", PLAIN_SIZES, ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("lse_gradient", [False, True])
+def test_plain_calls(kernel, lengths, causal, dtype, lse_gradient):
+    if lengths[0] == 1 and dtype == torch.bfloat16:
+        lengths = (33, 33)
+    options = {"causal": causal, "align": "top-left", "lse_gradient": lse_gradient}
+    for heads, head_major in (((2, 2), False), ((6, 2), True)):
+        leaves = draw_qkv(2, *lengths, heads, 24, dtype=dtype, head_major=head_major)
+        check(kernel, attention64, leaves, **options)
+        check(kernel, attention64, leaves, scale=0.7, **options)
+
+
+@pytest.mark.parametrize("value", STRANGE)
+@pytest.mark.parametrize("which", ["q", "k", "v", "dout"])
+@pytest.mark.parametrize("where", [0, 16, 39])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_strange_values_in_plain_calls(kernel, value, which, where, causal, dtype):
+    """NaN and infinities go where the reference lets them go, to the last gradient."""
+    leaves = draw_qkv(1, 40, 40, (2, 1), 8, dtype=dtype)
+    dout = draw(1, 40, 2, 8, seed=8).to(dtype)
+    {**leaves, "dout": dout}[which][0, where, 0, 3] = value
+    reference = functools.partial(tilewise.attention, return_lse=True, backend="reference")
+    results = []
+    for call in (kernel, reference):
+        x = {n: t.detach().requires_grad_() for n, t in leaves.items()}
+        out, lse = call(**x, causal=causal)
+        results.append((out, lse, *torch.autograd.grad(out, list(x.values()), dout)))
+    for got, want in zip(*results, strict=True):
+        close(got, want, dtype, 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("value", STRANGE)
+def test_hidden_values_in_plain_calls(kernel, dtype, value):
+    leaves = draw_qkv(2, 20, 50, (2, 1), 8, dtype=dtype)
+    options = {"causal": True, "align": "top-left"}
+    dout, dlse = draw(2, 20, 2, 8, seed=8), draw(2, 2, 20, seed=7)
+    want = gradients(kernel, leaves, dout, dlse, **options)
+    got = gradients(kernel, spoiled(leaves, list(range(20, 50)), [], value), dout, dlse, **options)
+    close(got[0], want[0])
+    close(got[1], want[1])
+    for name in leaves:
+        close(got[2][name], want[2][name], dtype, 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("magnitude", [1.0, 30.0, 1e3, 1e8, 1e30])
+def test_large_logits_in_plain_calls(kernel, dtype, magnitude):
+    root = math.sqrt(magnitude)
+    leaves = draw_qkv(1, 40, 40, (2, 1), 8, dtype=dtype)
+    leaves["q"], leaves["k"] = leaves["q"] * root, leaves["k"] * root
+    leaves["k"][:, 7] = leaves["k"][:, 3]  # a tie
+    check_large(kernel, leaves, causal=True)
+
+
+def test_plain_calls_rerun_bit_for_bit(kernel):
+    leaves = draw_qkv(2, 130, 130, (4, 2), 16)
+    dout = draw(2, 130, 4, 16)
+    runs = [gradients(kernel, leaves, dout, None, causal=True) for _ in range(2)]
+    for a, b in zip(*((*run[:2], *run[2].values()) for run in runs), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("width", [1, 3, 8, 17, 64, 100])
+def test_plain_calls_of_any_width_and_strides(kernel, width):
+    leaves = draw_qkv(1, 33, 47, 2, width)
+    check(kernel, attention64, leaves)
+    spread = {n: torch.cat([t, t], -1)[..., width:] for n, t in leaves.items()}
+    check(kernel, attention64, spread)
+    every_second = {n: torch.cat([t, t], 1)[:, ::2] for n, t in leaves.items()}
+    check(kernel, attention64, every_second)
+    shared = {**leaves, "k": leaves["k"][:, :, :1].expand(1, 47, 2, width)}
+    check(kernel, attention64, shared)
 
 
 # ---------------------------------------------------------------------------------------------
