@@ -283,7 +283,8 @@ def _band(causal: bool, align: str, window_size: tuple[int | None, int | None]) 
                 "window_size must hold None (unbounded) or an int of at least 0 on each side, "
                 f"got {tuple(window_size)!r}"
             )
-    left, right = window_size
+    # What lies past every position is open; positions stay far from the ends of an int64.
+    left, right = (None if side is None else min(side, 2**60) for side in window_size)
     return Band(left, 0 if causal else right, align)
 
 

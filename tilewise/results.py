@@ -23,6 +23,8 @@ def result_shapes(problem: Problem) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return out, (q[1], q[0]) if problem.packed is not None else (q[0], q[2], q[1])
 
 
+# Sums of products and scales up to here are far from float32's limits.
+LARGEST_PRODUCT, LARGEST_SCALE = 1e36, 1e20
 # The score tensors that have gradients, in the order in which they are passed around.
 SCORE_NAMES = ("bias", "alibi_slopes", "sinks")
 
@@ -33,6 +35,20 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     if kind == "meta" or not torch.is_autocast_enabled(kind):
         return nullcontext()
     return torch.autocast(kind, enabled=False)
+
+
+def products_overflow(problem: Problem) -> bool:
+    """Whether scale · q · k or a step on the way may leave float32, or an operand is not finite."""
+    s, q, k = problem.scores, problem.q, problem.k
+    if q.dtype == torch.float64 or not (q.numel() and k.numel()):
+        return False
+    if abs(s.scale) > LARGEST_SCALE:
+        return True
+    if q.dtype == torch.float16:
+        return False
+    largest = max(abs(float(end)) for end in torch.aminmax(q)) * q.shape[-1]
+    largest *= max(abs(float(end)) for end in torch.aminmax(k))
+    return not largest * max(1.0, abs(s.scale)) < LARGEST_PRODUCT
 
 
 class Result(NamedTuple):

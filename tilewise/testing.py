@@ -24,6 +24,7 @@ from torch import Tensor
 
 from tilewise import api
 from tilewise.backends import reference
+from tilewise.results import accumulation_dtype
 from tilewise.spec import Problem
 
 # The names of what comes out, forward and backward.
@@ -311,7 +312,8 @@ def _by_formula(
     seed: int,
     dlse: bool,
 ) -> dict[str, Tensor]:
-    result = reference.forward(problem, rounded)
+    arithmetic = accumulation_dtype(problem.q.dtype)
+    result = reference.forward(problem, arithmetic, rounded)
     out, lse, _ = result
     results = {"out": out, "lse": lse}
     if problem.paged is not None:
@@ -319,7 +321,7 @@ def _by_formula(
     dout, of_lse = _cotangents(out.to(dtype), lse, seed)
     of_lse = of_lse.masked_fill(lse == float("-inf"), 0)
     dout, loss_of_lse = dout.to(out.dtype), of_lse if dlse else None
-    g = reference.backward(problem, result, dout, loss_of_lse, True, rounded)
+    g = reference.backward(problem, result, dout, loss_of_lse, True, arithmetic, rounded)
     grads = dict(
         zip(OPERANDS, (*g[:3], g.scores.bias, g.scores.alibi_slopes, g.scores.sinks), strict=True)
     )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tilewise.backends.products import onednn_wins
-from tilewise.results import Gradients, Result
+from tilewise.results import Gradients, Result, products_overflow
 from tilewise.spec import Problem, Scores
 
 # Up to so many scores a head, a call into C++ beats a loop in Python on every CPU seen.
@@ -73,7 +73,7 @@ def serves_backward(problem: Problem, dlse: Tensor | None) -> bool:
 
 def forward(problem: Problem) -> Result | None:
     """The result, or None where it is not to be trusted."""
-    if not math.isfinite(float(problem.q.sum())):
+    if products_overflow(problem):
         return None
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         *_heads_first(problem.q, *_expanded(problem)),
@@ -89,7 +89,7 @@ def forward(problem: Problem) -> Result | None:
 
 def backward(problem: Problem, result: Result, dout: Tensor) -> Gradients | None:
     """The gradients, or None where they are not to be trusted."""
-    if not _moderate(result.lse):
+    if products_overflow(problem) or not _moderate(result.lse):
         return None
     grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         *_heads_first(dout.contiguous(), problem.q, *_expanded(problem), result.out),

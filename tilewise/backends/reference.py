@@ -1,7 +1,7 @@
 """The specification: the formula of `dense.py` on all rows at once, O(n²) in memory.
 
-Served only when it is asked for by name. `rounded` imitates a low precision: the tests run the
-formula in bfloat16 as the peer whose error is the yardstick (see `testing.py`).
+Served only when it is asked for by name. It computes in float64; `dtype` and `rounded` imitate a
+lower precision, for the peer whose error is the tests' yardstick (see `testing.py`).
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tilewise import dense
@@ -32,12 +33,15 @@ def config(problem: Problem) -> dict[str, Any]:
     return {}
 
 
-def forward(problem: Problem, rounded: Callable[[Tensor], Tensor] = dense.exact) -> Result:
+def forward(
+    problem: Problem,
+    dtype: torch.dtype = torch.float64,
+    rounded: Callable[[Tensor], Tensor] = dense.exact,
+) -> Result:
     """out, laid out like q, and lse."""
-    dtype = accumulation_dtype(problem.q.dtype)
     out_shape, lse_shape = result_shapes(problem)
     out = problem.q.new_zeros(out_shape)
-    lse = problem.q.new_full(lse_shape, float("-inf"), dtype=dtype)
+    lse = problem.q.new_full(lse_shape, float("-inf"), dtype=accumulation_dtype(problem.q.dtype))
     for sequence in sequences(problem):
         p = sequence.problem
         o, m = dense.forward(*dense.block(p, dtype, 0, p.q.shape[1]), dense.masked_product, rounded)
@@ -52,10 +56,10 @@ def backward(
     dout: Tensor,
     dlse: Tensor | None,
     bias_grad: bool = True,
+    dtype: torch.dtype = torch.float64,
     rounded: Callable[[Tensor], Tensor] = dense.exact,
 ) -> Gradients:
     """Gradients of what was given; `result` is computed anew, as befits a definition."""
-    dtype = accumulation_dtype(problem.q.dtype)
     grads = zero_gradients(problem, bias_grad)
     for sequence in sequences(problem):
         p = sequence.problem

@@ -30,6 +30,7 @@ from tilewise.results import (
     Gradients,
     Result,
     accumulation_dtype,
+    products_overflow,
     result_shapes,
     zero_gradients,
 )
@@ -99,17 +100,24 @@ def backward(
 
 def _forward_part(part: Problem, out: Tensor, lse: Tensor) -> None:
     """Writes out (b, Sq, Hq, Dv) and float64 lse (b, Hq, Sq) of one part."""
+    if products_overflow(part):
+        _forward_exactly(part, 0, part.q.shape[1], out, lse)
+        return
     tiles = Tiles(part)
     blocks, scratch = tiles.query_blocks(), tiles.scratch()
     k, v = tiles.key_stack(part.k), tiles.key_stack(part.v)
     for i0, i1 in blocks:
         o, m = _forward_rows(tiles, i0, i1, k, v, scratch)
-        if _trustworthy(part, o, m, i0, i1):
+        if _trustworthy(o, m):
             tiles.query_grid(out[:, i0:i1]).copy_(tiles.grid(o))
             tiles.lse_grid(lse[:, :, i0:i1]).copy_(tiles.grid(m).squeeze(-1))
         else:
-            for r0, r1, exact, exact_lse in dense.forward_in_blocks(part, i0, i1, torch.float64):
-                out[:, r0:r1], lse[:, :, r0:r1] = exact, exact_lse
+            _forward_exactly(part, i0, i1, out, lse)
+
+
+def _forward_exactly(part: Problem, i0: int, i1: int, out: Tensor, lse: Tensor) -> None:
+    for r0, r1, exact, exact_lse in dense.forward_in_blocks(part, i0, i1, torch.float64):
+        out[:, r0:r1], lse[:, :, r0:r1] = exact, exact_lse
 
 
 def _forward_rows(
@@ -174,14 +182,14 @@ def _normalised(finished: _Running, sink: Tensor | None) -> tuple[Tensor, Tensor
     return acc.div_(l.masked_fill_(empty, 1)), lse
 
 
-def _trustworthy(part: Problem, out: Tensor, lse: Tensor, i0: int, i1: int) -> bool:
-    """Whether the fast path's rows are right: finite, lse moderate, and −inf only in empty rows."""
+def _trustworthy(out: Tensor, lse: Tensor) -> bool:
+    """Whether the fast path's rows are right: finite, lse moderate or that of an empty row."""
     if not math.isfinite(float(out.sum())):
         return False
     low, high = (float(t) for t in torch.aminmax(lse))
     if low > -LARGEST_LSE and high < LARGEST_LSE:
         return True
-    return low == NEG_INF and _moderate(lse) and _empties_explained(part, lse, i0, i1)
+    return low == NEG_INF and _moderate(lse)
 
 
 def _moderate(lse: Tensor) -> bool:
@@ -189,26 +197,13 @@ def _moderate(lse: Tensor) -> bool:
     return bool(((lse.abs() < LARGEST_LSE) | (lse == NEG_INF)).all())
 
 
-def _empties_explained(part: Problem, lse: Tensor, i0: int, i1: int) -> bool:
-    """Whether no row has lse = −inf because its logits overflowed."""
-    s = part.scores
-    if s.mask is not None or s.bias is not None:
-        if part.k.numel() == 0:
-            return True
-        largest = float(part.q.abs().amax()) * float(part.k.abs().amax())
-        return largest * part.q.shape[-1] * max(1.0, abs(s.scale)) < 1e37
-    lo, hi = part.interval(i0, i1)
-    grid = (part.q.shape[0], part.k.shape[2], i1 - i0, part.groups)
-    empty = (hi <= lo).view(-1, 1, i1 - i0, 1).expand(grid)
-    return torch.equal(empty.reshape(lse.shape), lse == NEG_INF)
-
-
 def _backward_part(
     part: Problem, result: Result, dout: Tensor, dlse: Tensor | None, grads: Gradients
 ) -> None:
     """Writes the gradients of q, k, v of one part and adds those of bias, slopes and sinks."""
     sums = _zero_like(grads.scores)
-    if not (_moderate(result.lse) and _backward_tiles(part, result, dout, dlse, grads, sums)):
+    fast = _moderate(result.lse) and not products_overflow(part)
+    if not (fast and _backward_tiles(part, result, dout, dlse, grads, sums)):
         sums = _zero_like(grads.scores)
         step = dense.rows_at_once(part.q.shape[0] * part.q.shape[2], part.k.shape[1])
         exact = grads._replace(scores=sums)

@@ -60,11 +60,13 @@ class Where(NamedTuple):
 
 
 class Edges(NamedTuple):
-    """What a block of rows sees: its bounds and, where they leave a question, lo ≤ j < hi by row."""
+    """What a block of rows sees: its bounds, whether they leave a question, and with a key range
+    lo ≤ j < hi by row."""
 
     bounds: Bounds
-    lo: Tensor | None
-    hi: Tensor | None
+    partial: bool
+    lo: Tensor | None = None
+    hi: Tensor | None = None
 
 
 class Tiles:
@@ -77,6 +79,7 @@ class Tiles:
         self.part = part
         self.dtype = accumulation_dtype(part.q.dtype)
         self.product = product_for(self.dtype, part.q.device)
+        self._band_edges: dict[tuple[int, int, int, bool], Tensor] = {}
         self.batch, self.queries, _, width = part.q.shape
         self.kv_heads, self.groups = part.k.shape[2], part.groups
         self.stack = self.batch * self.kv_heads
@@ -171,15 +174,16 @@ class Tiles:
 
     def edges(self, i0: int, i1: int) -> Edges:
         bounds = self.part.bounds(i0, i1)
-        if bounds.full_first <= bounds.first and bounds.full_last >= bounds.last:
-            return Edges(bounds, None, None)
+        partial = bounds.full_first > bounds.first or bounds.full_last < bounds.last
+        if not partial or self.part.key_range is None:
+            return Edges(bounds, partial)
         lo, hi = (t.view(-1, 1, i1 - i0, 1, 1) for t in self.part.interval(i0, i1))
-        return Edges(bounds, lo, hi)
+        return Edges(bounds, partial, lo, hi)
 
     def may_be_empty(self, edges: Edges) -> bool:
         """Whether a row of the block may see no key of a tile."""
         scores = self.part.scores
-        return edges.lo is not None or scores.mask is not None or scores.bias is not None
+        return edges.partial or scores.mask is not None or scores.bias is not None
 
     def hidden_by_mask(self, at: Where) -> bool:
         """Whether the boolean mask hides the whole tile."""
@@ -213,19 +217,37 @@ class Tiles:
 
     def _hide(self, grid: Tensor, at: Where, edges: Edges) -> None:
         """−inf outside the rows' intervals and the mask; a full tile is left alone."""
-        bounds, device = edges.bounds, grid.device
-        late = max(bounds.full_last, at.j0)
-        if edges.hi is not None and late < at.j1:
-            keys = torch.arange(late, at.j1, device=device)
-            grid[..., late - at.j0 :].masked_fill_(keys >= edges.hi, NEG_INF)
-        early = min(bounds.full_first, at.j1)
-        if edges.lo is not None and early > at.j0:
-            keys = torch.arange(at.j0, early, device=device)
-            grid[..., : early - at.j0].masked_fill_(keys < edges.lo, NEG_INF)
+        late, early = max(edges.bounds.full_last, at.j0), min(edges.bounds.full_first, at.j1)
+        if edges.partial and late < at.j1:
+            self._hide_edge(grid[..., late - at.j0 :], at.i0, late, edges.hi, early=False)
+        if edges.partial and early > at.j0:
+            self._hide_edge(grid[..., : early - at.j0], at.i0, at.j0, edges.lo, early=True)
         if self.part.scores.mask is not None:
             mask = self.tile_of(self.part.scores.mask, at)
             if not bool(mask.all()):
                 grid.masked_fill_(~mask, NEG_INF)
+
+    def _hide_edge(self, grid: Tensor, i0: int, j0: int, limit: Tensor | None, early: bool) -> None:
+        """−inf at the keys from j0 on that come before (`early`) or after what a row sees."""
+        if limit is not None:
+            keys = torch.arange(j0, j0 + grid.shape[-1], device=grid.device)
+            grid.masked_fill_(keys < limit if early else keys >= limit, NEG_INF)
+            return
+        # The edge of a band looks the same in every block: key b of row a is hidden by b − a alone.
+        left, right, _ = self.part.band
+        position = i0 + self.part.band.offset(self.queries, self.part.k.shape[1]) - j0
+        first = position - (left or 0) if early else position + (right or 0) + 1
+        n, width = grid.shape[2], grid.shape[4]
+        shape = (n, width, first, early)
+        if shape not in self._band_edges:
+            b = torch.arange(width, dtype=torch.int32, device=grid.device)
+            a = torch.arange(n, dtype=torch.int32, device=grid.device).view(n, 1, 1)
+            hidden = b < a + first if early else b >= a + first
+            edge = grid.new_zeros(n, 1, width).masked_fill_(hidden, NEG_INF)
+            if len(self._band_edges) == 8:
+                self._band_edges.clear()
+            self._band_edges[shape] = edge
+        grid.add_(self._band_edges[shape])
 
     def exponentials(self, s: Tensor, shift: Tensor) -> Tensor:
         """2^(c·s + shift) in place, c being `exponent`: one pass for scale, base and maximum."""
