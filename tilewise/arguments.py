@@ -194,6 +194,14 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(t if t.dtype == torch.float64 else t.to(dtype) for t in tensors)
 
 
+def _autocast_beside(q: Tensor, t: Any) -> Any:
+    """Under autocast, what is of another low precision than q becomes q's; float32 stays."""
+    kind = q.device.type
+    if not isinstance(t, Tensor) or kind == "meta" or not torch.is_autocast_enabled(kind):
+        return t
+    return t.to(q.dtype) if t.dtype in (torch.float16, torch.bfloat16) else t
+
+
 def _index(name: str, t: Any, device: torch.device, ndim: int, shape: str) -> Tensor:
     """An integer tensor of lengths or pages, checked."""
     if not isinstance(t, Tensor) or t.dtype not in INDEX_DTYPES or t.ndim != ndim:
@@ -244,6 +252,7 @@ def _with_options(
     if mask is not None:
         _check_tensor("mask", mask, (torch.bool,), q.device, scores)
         mask = _padded(mask, len(scores.sizes))
+    bias, alibi_slopes, sinks = (_autocast_beside(q, t) for t in (bias, alibi_slopes, sinks))
     floats = (torch.float32, q.dtype)
     if bias is not None:
         _check_tensor("bias", bias, floats, q.device, scores)

@@ -10,9 +10,11 @@ rows is cut and joined, what every row shares is summed. So a `Rowwise` function
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tilewise import dense, spec
@@ -22,7 +24,8 @@ from tilewise.spec import Problem, sequences
 Tensors = tuple[Tensor, ...]
 
 
-class Rowwise(NamedTuple):
+@dataclass(frozen=True)
+class Rowwise:
     """A function of tensors that is computed for a block of rows at a time.
 
     `function(block, constants, *inputs)` takes the (first, last) row of the block. A tensor's entry
@@ -66,8 +69,8 @@ class Rowwise(NamedTuple):
             inputs, cotangents = tensors[:count], tensors[count:]
             return torch.func.vjp(lambda *x: function(block, constants, *x), *inputs)[1](cotangents)
 
-        return self._replace(
-            function=pull, in_dims=self.in_dims + self.out_dims, out_dims=self.in_dims
+        return replace(
+            self, function=pull, in_dims=self.in_dims + self.out_dims, out_dims=self.in_dims
         )
 
     def jvp(self) -> Rowwise:
@@ -84,7 +87,7 @@ class Rowwise(NamedTuple):
             zeros = tuple(torch.zeros_like(t) for t in outputs)
             return torch.func.vjp(back, zeros)[1](tangents)[0]
 
-        return self._replace(function=push, in_dims=self.in_dims * 2)
+        return replace(self, function=push, in_dims=self.in_dims * 2)
 
 
 def _cut(tensors: Sequence[Tensor], dims: Sequence[int | None], i0: int, i1: int) -> Tensors:
@@ -235,19 +238,46 @@ def derive(
         whole = attention(problem)
         inputs = (*whole.inputs, *(t.to(dtype) for _, t in extra))
         return list(run(order(whole.program), whole.constants, inputs))
-    out, lse = result_shapes(problem)
-    s = problem.scores
-    shapes = {"q": problem.q.shape, "k": problem.k.shape, "v": problem.v.shape}
-    shapes |= {"out": torch.Size(out), "lse": torch.Size(lse)}
-    shapes |= {n: getattr(s, n).shape for n in SCORE_NAMES if getattr(s, n) is not None}
-    totals = [problem.q.new_zeros(shapes[name], dtype=dtype) for name in outputs]
+    pieces: list[list[Tensor]] = [[] for _ in outputs]
     for sequence in sequences(problem):
         part = attention(sequence.problem)
         moves = (_view(sequence, name, t).to(dtype) for name, t in extra)
-        pieces = run(order(part.program), part.constants, (*part.inputs, *moves))
-        for name, total, piece in zip(outputs, totals, pieces, strict=True):
-            _view(sequence, name, total).add_(piece)
-    return totals
+        results = run(order(part.program), part.constants, (*part.inputs, *moves))
+        for found, piece in zip(pieces, results, strict=True):
+            found.append(piece)
+    shapes = _shapes(problem)
+    return [
+        _joined(name, found, shapes[name])
+        if found
+        else problem.q.new_zeros(shapes[name], dtype=dtype)
+        for name, found in zip(outputs, pieces, strict=True)
+    ]
+
+
+def _shapes(problem: Problem) -> dict[str, tuple[int, ...]]:
+    """The shape of the whole, by name."""
+    given = {"q": problem.q, "k": problem.k, "v": problem.v}
+    given |= {name: getattr(problem.scores, name) for name in SCORE_NAMES}
+    out, lse = result_shapes(problem)
+    shapes = {name: tuple(t.shape) for name, t in given.items() if t is not None}
+    return shapes | {"out": out, "lse": lse}
+
+
+def _joined(name: str, pieces: list[Tensor], shape: tuple[int, ...]) -> Tensor:
+    """A packed tensor from its sequences' pieces, zero past the last; what they share is summed."""
+    if name == "sinks" or (name == "alibi_slopes" and len(shape) == 1):
+        return torch.stack(pieces).sum(0)
+    if name == "alibi_slopes":
+        return torch.stack(pieces)
+    pieces = [piece.squeeze(0) for piece in pieces]  # a dense batch of one each
+    dim = {"lse": 1, "bias": 1}.get(name, 0)
+    if name == "bias":
+        pieces = [F.pad(piece, (0, shape[2] - piece.shape[2])) for piece in pieces]
+        if shape[1] == 1:
+            return torch.stack(pieces).sum(0)
+    whole = torch.cat(pieces, dim)
+    behind = [0, 0] * (whole.ndim - 1 - dim) + [0, shape[dim] - whole.shape[dim]]
+    return F.pad(whole, behind)
 
 
 def _view(sequence: spec.Sequence, name: str, t: Tensor) -> Tensor:

@@ -61,6 +61,11 @@ def _beside_out(lse: Tensor) -> Tensor:
 
 
 def _check_shapes(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
+    given = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
+    for name, t in given.items():
+        if not isinstance(t, Tensor) or not t.is_floating_point():
+            got = t.dtype if isinstance(t, Tensor) else type(t).__name__
+            raise ValueError(f"{name} must be a floating-point tensor, got {got}")
     if out_a.shape != out_b.shape:
         raise ValueError(
             f"out_b must have the shape of out_a, {tuple(out_a.shape)}, got {tuple(out_b.shape)}"

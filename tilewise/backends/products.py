@@ -101,7 +101,13 @@ def product_for(dtype: torch.dtype, device: torch.device) -> Product:
 
 @functools.cache
 def onednn_wins() -> bool:
-    """Whether oneDNN's product, a private operator, is there, right, and 1.2 times as fast."""
+    """Whether oneDNN's product, a private operator, is there, right, and clearly the faster one.
+
+    Where it wins it is twice as fast, so that no disturbance of the clock turns the choice, and with
+    it the last bits of results, from one process to the next.
+    """
+    if torch.backends.cpu.get_cpu_capability() != "AVX512":
+        return False
     # oneDNN allocates its results. One large allocation, freed, raises the threshold below which the
     # C library keeps freed memory, so that later tiles are not faulted in page by page.
     torch.empty(16 << 20, dtype=torch.uint8)
@@ -112,13 +118,13 @@ def onednn_wins() -> bool:
         return False
     scratch = torch.empty(256, 512)
     theirs = _seconds(lambda: torch.mm(a, b.t(), out=scratch))
-    return right and theirs > 1.2 * _seconds(lambda: _linear(a, b))
+    return right and theirs > 1.4 * _seconds(lambda: _linear(a, b))
 
 
 def _seconds(call: Callable[[], object]) -> float:
     """The fastest of a few calls: the one that nothing disturbed."""
     times = []
-    for _ in range(6):
+    for _ in range(12):
         start = time.perf_counter()
         call()
         times.append(time.perf_counter() - start)
