@@ -172,9 +172,11 @@ class _Running(NamedTuple):
 
 def _normalised(finished: _Running, sink: Tensor | None) -> tuple[Tensor, Tensor]:
     """out and float64 lse of finished rows, with the sink's share in the sum."""
-    _, shift, l, acc = finished
+    m, shift, l, acc = finished
     lse = l.double().log().sub_(shift.double(), alpha=math.log(2))
     empty = l == 0
+    # A row with keys whose terms all vanished in rounding c·s + shift is not empty but wrong.
+    lse.masked_fill_(empty & (m != NEG_INF), math.nan)
     if sink is not None:
         total = torch.logaddexp(lse, sink.double())
         l = l * (total - lse).exp_().to(l.dtype)
