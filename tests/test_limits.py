@@ -85,5 +85,7 @@ def test_merge_wants_numbers():
     out, lse = torch.zeros(2, 3), torch.zeros(2)
     with pytest.raises(ValueError, match="out_b must be a floating-point tensor, got NoneType"):
         tilewise.merge(out, lse, None, lse)
-    with pytest.raises(ValueError, match=r"lse_a must be a floating-point tensor, got torch\.int64"):
+    with pytest.raises(
+        ValueError, match=r"lse_a must be a floating-point tensor, got torch\.int64"
+    ):
         tilewise.merge(out, lse.long(), out, lse)

@@ -36,8 +36,9 @@ def described(
         Option(metavar="L,R", help="Keys seen before and after, as 127,0; an empty side is open."),
     ] = None,
     device: Annotated[
-        str, Option(help="Where the tensors would be; on meta they take no memory.")
-    ] = "meta",
+        str,
+        Option(help="Where the tensors would be; they are never filled, on meta not even made."),
+    ] = "cpu",
     backend: Annotated[
         str | None, Option(help="Insist on this one.", show_default="chosen")
     ] = None,

@@ -57,6 +57,8 @@ def memory_here(device: str) -> int:
 
 def _measure_here(algorithm: str, n: int, d: int, device: str) -> Usage:
     attention = ALGORITHMS[algorithm]
+    # Several threads on a machine that is busy wait for each other: one shows the algorithms.
+    torch.set_num_threads(1)
     # Libraries, threads and compiled kernels must be there before the clock starts; on a GPU
     # kernels are chosen by length, on a CPU a long warm-up would only take long.
     _forward_and_backward(attention, _inputs(n if device == "cuda" else 256, d, device))
