@@ -71,6 +71,7 @@ def test_flash_kernel_by_the_same_rule(monkeypatch, dtype):
     """Whatever this processor is: where the kernel serves at all, its results pass."""
     monkeypatch.setattr(flash, "fewest_rows", lambda dtype: 1)
     monkeypatch.setattr(flash, "onednn_wins", lambda: False)
+    monkeypatch.setattr(flash, "FEWEST_ROWS_OF_A_GROUP", 1)
     square = Case("causal, square", lambda make: {"causal": True}, sq=200, sk=200)
     served = [c for c in (*CASES, square) if flash.serves(make_call(c, dtype).problem())]
     assert len(served) >= 9

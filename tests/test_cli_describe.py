@@ -32,7 +32,7 @@ def test_cost_prints_the_table() -> None:
 def test_explain_prints_the_choice() -> None:
     assert run("explain --causal") == (
         0,
-        f"{tilewise.explain(*[torch.empty(1, 4096, 8, 64, device='meta')] * 3, causal=True)}\n",
+        f"{tilewise.explain(*[torch.empty(1, 4096, 8, 64, dtype=torch.bfloat16)] * 3, causal=True)}\n",
     )
     code, output = run("explain --backend reference --device cpu --seqlen 100")
     assert code == 0

@@ -20,6 +20,8 @@ from tilewise.spec import Problem, Scores
 SHORT = 200 * 200
 # With fewer keys a NaN query may come out as 0.
 FEWEST_KEYS = 16
+# It wants a key head for each query head: copies, which few rows do not repay.
+FEWEST_ROWS_OF_A_GROUP = 128
 # Its backward pass sums in the dtype of the inputs: in a low precision, too long a sum is inexact.
 MOST_ROWS_IN_LOW_PRECISION = 2048
 # exp(s − lse) from one float32 lse is as exact as a float32 can be expected to be up to here.
@@ -39,6 +41,7 @@ def serves(problem: Problem) -> bool:
         and q.shape[3] == v.shape[3]
         and q.shape[1] >= fewest_rows(q.dtype)
         and k.shape[1] >= FEWEST_KEYS
+        and (problem.groups == 1 or q.shape[1] >= FEWEST_ROWS_OF_A_GROUP)
         and q.shape[0] * q.shape[2] > 0
         and q.stride(3) == k.stride(3) == v.stride(3) == 1
         and _is_causal(problem) is not None
