@@ -57,6 +57,52 @@ def test_hessians_nest(outer):
     assert torch.allclose(got, want, atol=1e-12)
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_derivatives_outside_of_vmap(shared):
+    q, k, v = (draw(3, 1, 5, 2, 3, dtype=torch.float64, seed=seed) for seed in range(3))
+    k, v = (k[:1].expand(3, -1, -1, -1, -1), v) if shared else (k, v)
+
+    def mapped(q):
+        return torch.vmap(lambda q, k, v: tilewise.attention(q, k, v, causal=True))(q, k, v)
+
+    def looped(q):
+        each = zip(q, k, v, strict=True)
+        return torch.stack([attention64(*x, causal=True)[0] for x in each])
+
+    def loss(f):
+        return lambda q: f(q).pow(2).sum()
+
+    leaf = q.clone().requires_grad_()
+    loss(mapped)(leaf).backward()
+    want = torch.func.grad(loss(looped))(q)
+    assert torch.allclose(leaf.grad, want, atol=1e-12)
+    assert torch.allclose(torch.func.grad(loss(mapped))(q), want, atol=1e-12)
+    got, want = (torch.func.jvp(f, (q,), (q.cos(),)) for f in (mapped, looped))
+    assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(got, want, strict=True))
+
+
+def test_reverse_over_forward():
+    q, k, v = draw_qkv(1, 4, 4, 2, 3, dtype=torch.float64).values()
+
+    def loss(q):
+        return tilewise.attention(q, k, v).pow(2).sum()
+
+    got = torch.func.jacrev(torch.func.jacfwd(loss))(q)
+    assert torch.allclose(got, torch.func.hessian(loss)(q), atol=1e-12)
+
+
+def test_explain_draws_nothing():
+    x = draw_qkv(1, 4, 4, 2, 3)
+    state = torch.get_rng_state()
+    tilewise.explain(**x, dropout_p=0.5)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_tensor_of_zeros_without_memory():
+    q, k, _ = draw_qkv(1, 20, 20, 2, 8).values()
+    assert not tilewise.attention(q, k, torch._efficientzerotensor((1, 20, 2, 8))).any()
+
+
 def test_hessian_of_packed():
     q, k, v = (draw(7, 2, 3, dtype=torch.float64, seed=seed) for seed in range(3))
 

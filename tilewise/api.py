@@ -231,6 +231,8 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> dispatch.Choic
     """
     arguments.pop("return_lse", None)
     backend = arguments.pop("backend", None)
+    if arguments.get("dropout_seed") is None:
+        arguments["dropout_seed"] = 0  # none is drawn: to explain changes nothing
     return dispatch.explain(problem_of(q, k, v, **arguments), backend)
 
 

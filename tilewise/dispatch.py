@@ -56,7 +56,7 @@ def choose(problem: Problem, requested: str | None = None) -> Choice:
         ValueError: `requested` is unknown, or cannot serve: then with all of its reasons.
     """
     if requested is not None:
-        if requested not in BACKENDS:
+        if not isinstance(requested, str) or requested not in BACKENDS:
             known = ", ".join(map(repr, BACKENDS))
             raise ValueError(f"backend must be None or one of {known}, got {requested!r}")
         reasons = BACKENDS[requested].unsupported(problem)

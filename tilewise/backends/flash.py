@@ -43,6 +43,7 @@ def serves(problem: Problem) -> bool:
         and k.shape[1] >= FEWEST_KEYS
         and (problem.groups == 1 or q.shape[1] >= FEWEST_ROWS_OF_A_GROUP)
         and q.shape[0] * q.shape[2] > 0
+        and not any(t._is_zerotensor() for t in (q, k, v))  # they have no memory to read
         and q.stride(3) == k.stride(3) == v.stride(3) == 1
         and _is_causal(problem) is not None
         and (q.shape[1] * k.shape[1] <= SHORT or not onednn_wins())
