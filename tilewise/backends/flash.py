@@ -77,8 +77,6 @@ def serves_backward(problem: Problem, dlse: Tensor | None) -> bool:
 
 def forward(problem: Problem) -> Result | None:
     """The result, or None where it is not to be trusted."""
-    if products_overflow(problem):
-        return None
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         *_heads_first(problem.q, *_expanded(problem)),
         0.0,
@@ -87,13 +85,18 @@ def forward(problem: Problem) -> Result | None:
     )
     if not (_moderate(lse) and math.isfinite(float(out.sum()))):
         return None
+    # A logit of −inf by overflow is right to weigh nothing, unless the scale would have brought it
+    # back, or all of its row are so: then the kernel's lse is 0.
+    unusual = _unusual_scale(problem) or int(lse.count_nonzero()) < lse.numel()
+    if unusual and products_overflow(problem):
+        return None
     lse = lse.contiguous()
     return Result(out.transpose(1, 2).contiguous(), lse, torch.zeros_like(lse))
 
 
 def backward(problem: Problem, result: Result, dout: Tensor) -> Gradients | None:
     """The gradients, or None where they are not to be trusted."""
-    if products_overflow(problem) or not _moderate(result.lse):
+    if not _moderate(result.lse) or (_unusual_scale(problem) and products_overflow(problem)):
         return None
     grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         *_heads_first(dout.contiguous(), problem.q, *_expanded(problem), result.out),
@@ -120,6 +123,10 @@ def _expanded(problem: Problem) -> tuple[Tensor, Tensor]:
 
 def _heads_first(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(t.transpose(1, 2) for t in tensors)
+
+
+def _unusual_scale(problem: Problem) -> bool:
+    return not 1e-20 < problem.scores.scale < 1e20
 
 
 def _moderate(lse: Tensor) -> bool:
