@@ -968,6 +968,7 @@ def test_paged_options(paged):
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """The tiled backend, for calls that PyTorch's kernel is to serve."""
     monkeypatch.setattr(flash, "onednn_wins", lambda: False)
+    monkeypatch.setattr(flash, "FEWEST_ROWS_OF_A_GROUP", 1)
 
     def call(**arguments: Any) -> tuple[Tensor, Tensor]:
         assert "kernel" in tilewise.explain(**arguments, backend="tiled").config
