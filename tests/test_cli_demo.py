@@ -151,6 +151,7 @@ def test_memory_measures_what_it_can_afford_and_says_why_not_more(
             else Usage(algorithm, n, 1024 * n, 3e-8 * n**2)
         ),
     )
+    monkeypatch.setenv("COLUMNS", "100")
     result = demo("--only", "4")
     assert result.exit_code == 0, result.output
     assert_plain(result.output)
