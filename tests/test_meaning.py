@@ -645,6 +645,20 @@ def test_small_differences_of_large_logits(attend, dtype, kind, size, sign, monk
     check_large(attend, large(kind, size, sign, dtype), scale=1.0)
 
 
+@pytest.mark.parametrize("size", [300, 600, 900])
+def test_lse_keeps_what_its_rounding_takes(attend, size, small_tiles):
+    """Logits near a thousand, exact in float32: their lse is not, and would cost a part in 10⁵."""
+    q, k = torch.zeros(1, 64, 1, 2), torch.ones(1, 50, 1, 2)
+    q[..., 0], q[..., 1] = size, torch.randint(-8, 9, (64, 1)) / 8
+    k[..., 1] = torch.randint(-8, 9, (50, 1)) / 4
+    leaves = {"q": q, "k": k, "v": draw(1, 50, 1, 4)}
+    dout = torch.ones(1, 64, 1, 4)
+    got = gradients(attend, leaves, dout, None, scale=1.0)[2]["v"]
+    wide = {n: t.double() for n, t in leaves.items()}
+    want = gradients(attention64, wide, dout.double(), None, scale=1.0)[2]["v"]
+    assert ((got - want).abs() <= 3e-6 * want.abs()).all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("magnitude", [1e4, 1e8, 1e15, 1e30])
 def test_random_large_logits(attend, dtype, magnitude, small_tiles):
@@ -1160,6 +1174,18 @@ def test_pages(paged, options, page_size):
             out, lse = paged(q, k, v, table, torch.tensor(used), num_splits=splits, **options)
             close(out, want[0], torch.float32)
             close(lse, want[1], torch.float32)
+
+
+def test_pages_that_left_the_window_need_no_number(paged):
+    q, k, v = draw(1, 2, 2, 8), draw(5, 4, 1, 8, seed=1), draw(5, 4, 1, 8, seed=2)
+    table = torch.tensor([[-1, 10**6, 3, 1, 0]])
+    options = {"window_size": (6, 0)}
+    full = torch.tensor([[2, 4, 3, 1, 0]])
+    for used in (17, 20):
+        want = paged64(q, k, v, full, [used], **options)
+        out, lse = paged(q, k, v, table, torch.tensor([used]), **options)
+        close(out, want[0], torch.float32)
+        close(lse, want[1], torch.float32)
 
 
 def test_pages_may_be_shared(paged):
