@@ -30,7 +30,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 import tilewise
 from tilewise import random as bits
-from tilewise.backends import flash
+from tilewise.backends import flash, tiles
 from tilewise.spec import Band, KeyRange, Problem, Scores
 
 torch.set_num_threads(1)
@@ -260,6 +260,43 @@ def test_masks_at_the_edges_of_tiles(attend, size, small_tiles):
             options = {"align": align, "window_size": window}
             got = weights(attend, 1, sq, sk, **options)
             assert torch.equal(got[0], visible(sq, sk, **options).float())
+
+
+SKIPPING: dict[str, tuple[dict[str, Any], Tensor]] = {
+    "causal": ({"causal": True}, torch.ones(160, 160).tril() > 0),
+    "window": ({"window_size": (20, 10)}, visible(160, 160, window_size=(20, 10))),
+    "range": (
+        {"key_range": (torch.full((1, 1), 70), torch.full((1, 1), 90))},
+        ((torch.arange(160) >= 70) & (torch.arange(160) < 90)).expand(160, 160),
+    ),
+    "mask": ({}, torch.block_diag(*[torch.ones(32, 32)] * 5) > 0),
+    "nothing": ({"mask": torch.zeros(1, dtype=torch.bool)}, torch.zeros(160, 160) > 0),
+}
+
+
+@pytest.mark.parametrize("kind", SKIPPING)
+def test_tiles_that_no_row_sees_are_skipped(monkeypatch, kind):
+    set_tiles(monkeypatch, 16, 16)
+    options, seen = SKIPPING[kind]
+    options = options or {"mask": seen}
+    computed = []
+    logits = tiles.Tiles.logits
+
+    def counted(self: Any, q: Tensor, k: Tensor, at: Any, *rest: Any) -> Any:
+        computed.append(at)
+        return logits(self, q, k, at, *rest)
+
+    monkeypatch.setattr(tiles.Tiles, "logits", counted)
+    leaves = {n: t.requires_grad_() for n, t in draw_qkv(1, 160, 160, 1, 8).items()}
+    out = tilewise.attention(**leaves, backend="tiled", **options)
+    visible_tiles = sum(bool(tile.any()) for rows in seen.split(16) for tile in rows.split(16, 1))
+    # Blocks of keys begin where a block of rows begins to see, so there may be one more for it.
+    assert len(computed) <= visible_tiles + (10 if kind in ("window", "range") else 0)
+    assert all(seen[at.i0 : at.i1, at.j0 : at.j1].any() for at in computed)
+    computed.clear()
+    out.sum().backward()
+    assert len(computed) <= visible_tiles
+    assert all(seen[at.i0 : at.i1, at.j0 : at.j1].any() for at in computed)
 
 
 def test_ranges_of_every_shape(attend, small_tiles):
@@ -1048,7 +1085,7 @@ def test_large_logits_in_plain_calls(kernel, dtype, magnitude):
     root = math.sqrt(magnitude)
     leaves = draw_qkv(1, 40, 40, (2, 1), 8, dtype=dtype)
     leaves["q"], leaves["k"] = leaves["q"] * root, leaves["k"] * root
-    leaves["k"][:, 7] = leaves["k"][:, 3]  # a tie
+    leaves["k"][:, 20:] = leaves["k"][:, :20]  # a tie in many rows
     check_large(kernel, leaves, causal=True)
 
 
