@@ -5,12 +5,16 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from tilewise.backends import reference, tiled
+from tilewise.backends import reference, tiled, triton
 from tilewise.spec import Problem
 
 # The order is the policy: the first that can serve does. The last is O(n²) in memory and serves only
 # when it is asked for by name.
-BACKENDS: dict[str, ModuleType] = {"tiled": tiled, "reference": reference}
+BACKENDS: dict[str, ModuleType] = {
+    "triton": triton,
+    "tiled": tiled,
+    "reference": reference,
+}
 ON_REQUEST = "reference"
 
 

@@ -1,0 +1,1 @@
+"""Device code. Imported by the backends that launch it, when they launch it, and by nothing else."""

@@ -1,0 +1,476 @@
+"""The device twins of `spec.py`: which keys a row sees, and how a logit comes about.
+
+Kernels take these values as they are: a field that is None is not there at compile time and costs
+nothing. Strides count elements; those of a broadcast dimension are None (or 0, where reading the same
+number again costs nothing). Offsets from a tensor's start are 64-bit.
+
+A tile of scores is [queries, keys] or, TRANSPOSED, [keys, queries]; `across` and `along` below hold the
+rows and keys of a tile, shaped so that they broadcast to it.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+constexpr = tl.constexpr
+
+NEG_INF = tl.constexpr(float("-inf"))
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+class Tokens(NamedTuple):
+    """q, k, v, out and their gradients: (B, S, H, D); packed (total, H, D) has no batch stride."""
+
+    data: Any
+    batch: int
+    row: int
+    head: int
+    column: int
+
+
+class Lines(NamedTuple):
+    """One number per row: lse and delta (B, H, S), packed (H, total); key_range has no heads."""
+
+    data: Any
+    batch: int
+    head: int
+    row: int
+
+
+class Grid(NamedTuple):
+    """mask, bias and its gradient: (B, Hq, Sq, Sk), packed (Hq, total_q, columns)."""
+
+    data: Any
+    batch: int
+    head: int
+    row: int | None
+    column: int | None
+    columns: int
+
+
+class Band(NamedTuple):
+    left: int | None
+    right: int | None
+    bottom_right: Any
+
+
+class KeyRange(NamedTuple):
+    start: Lines
+    end: Lines
+
+
+class Scores(NamedTuple):
+    """`scale` is the number that a raw product is multiplied by to give a logit in units of `unit`,
+    such that probabilities are 2^(unit · (logit − m)).
+
+    FOLDED: logits stay raw products, unit holds the scale, and unit · m is what is carried.
+    HIDES: a mask or bias may hide single entries, wherever they are.
+    """
+
+    scale: Any
+    unit: Any
+    FOLDED: Any
+    HIDES: Any
+    softcap: Any
+    slopes: Lines | None
+    bias: Grid | None
+    mask: Grid | None
+    sinks: Any
+
+
+class Dropout(NamedTuple):
+    """Keeps where a word of 32 bits is above `highest_dropped`; `scale` is 1 / (1 − p)."""
+
+    seed: Any
+    highest_dropped: int
+    scale: float
+
+
+class Packed(NamedTuple):
+    cu_seqlens_q: Any
+    cu_seqlens_k: Any
+    count: int
+    SEARCH: Any
+
+
+class Sizes(NamedTuple):
+    """Packed: sq and sk are the totals."""
+
+    sq: int
+    sk: int
+    heads: int
+    kv_heads: int
+    groups: int
+
+
+class Spec(NamedTuple):
+    """What is computed, apart from the operands."""
+
+    sizes: Sizes
+    band: Band
+    scores: Scores
+    key_range: KeyRange | None
+    dropout: Dropout | None
+    packed: Packed | None
+
+
+class Tile(NamedTuple):
+    """Sides of a tile, all constexpr: BLOCK_Q queries, BLOCK_K keys; D and DV, and the powers of two that
+    hold them; PRECISION of products of float32."""
+
+    BLOCK_Q: Any
+    BLOCK_K: Any
+    D: Any
+    DV: Any
+    BLOCK_D: Any
+    BLOCK_DV: Any
+    PRECISION: Any
+
+
+class Place(NamedTuple):
+    """The sequence and the tile that a program works on. `start_q`, `start_k` are the sequence's first
+    tokens; `number` is the sequence's among all, for dropout and slopes; not `real` are the tokens past
+    the last sequence, taken together."""
+
+    tile_start: Any
+    real: Any
+    number: Any
+    batch: Any
+    start_q: Any
+    start_k: Any
+    sq: Any
+    sk: Any
+    offset: Any
+
+
+class Bounds(NamedTuple):
+    """As in spec.py: nothing is seen outside [first, last), everything in [full_first, full_last)."""
+
+    first: Any
+    full_first: Any
+    full_last: Any
+    last: Any
+
+
+class Rows(NamedTuple):
+    """Rows of a tile: their numbers, and the keys lo ≤ j < hi that they see."""
+
+    number: Any
+    lo: Any
+    hi: Any
+
+
+class Capped(NamedTuple):
+    """A logit, and tanh of it before the cap (without a cap: the logit again)."""
+
+    s: Any
+    tanh: Any
+
+
+# ------------------------------------------------------------------ where a program works
+
+
+@triton.jit
+def place(tile, batch, spec, BLOCK: tl.constexpr, KEYS: tl.constexpr):
+    """Tile number `tile` along the queries (KEYS: along the keys) of a batch entry, or of the packed
+    sequences, in which case sequence s begins with tile cu_seqlens[s] // BLOCK + s: that leaves each at
+    least the tiles it needs. Behind the last sequence come the tokens that belong to none.
+    """
+    sizes = spec.sizes
+    if spec.packed is None:
+        sq = sizes.sq + 0
+        sk = sizes.sk + 0
+        number = batch
+        real = True
+        start_q = tl.zeros([], tl.int64)
+        start_k = tl.zeros([], tl.int64)
+        first_tile = 0
+        batch = batch.to(tl.int64)
+    else:
+        packed = spec.packed
+        cu = packed.cu_seqlens_k if KEYS else packed.cu_seqlens_q
+        total = sizes.sk if KEYS else sizes.sq
+        before = tl.zeros([], tl.int32)
+        for chunk in range(0, packed.count, packed.SEARCH):
+            candidate = chunk + 1 + tl.arange(0, packed.SEARCH)
+            inside = candidate <= packed.count
+            start = tl.load(cu + candidate, mask=inside, other=0).to(tl.int32)
+            before += tl.sum((inside & (start // BLOCK + candidate <= tile)).to(tl.int32))
+        number = before
+        real = number < packed.count
+        # Lengths that do not fit cannot be refused without waiting for the device: they are clipped.
+        start_q, sq = _span(packed.cu_seqlens_q, number, real, sizes.sq)
+        start_k, sk = _span(packed.cu_seqlens_k, number, real, sizes.sk)
+        if KEYS:
+            sq = tl.where(real, sq, 0)
+            first_tile = start_k // BLOCK + number
+        else:
+            sk = tl.where(real, sk, 0)
+            first_tile = start_q // BLOCK + number
+        start_q = start_q.to(tl.int64)
+        start_k = start_k.to(tl.int64)
+        batch = tl.zeros([], tl.int64)
+    if spec.band.bottom_right:
+        offset = sk - sq
+    else:
+        offset = 0
+    start = (tile - first_tile) * BLOCK
+    return Place(start, real, number, batch, start_q, start_k, sq, sk, offset)
+
+
+@triton.jit
+def _span(cu, number, real, total):
+    """First token and length of a sequence; for the number past the last, of the rest."""
+    start = tl.load(cu + number).to(tl.int32)
+    end = tl.load(cu + number + 1, mask=real, other=total).to(tl.int32)
+    start = tl.minimum(tl.maximum(start, 0), total)
+    end = tl.minimum(tl.maximum(end, start), total)
+    return start, end - start
+
+
+@triton.jit
+def line(t, at, head, start, rows):
+    """Pointers to the numbers of rows of a sequence in a `Lines`."""
+    base = t.data + at.batch * t.batch + tl.cast(head, tl.int64) * t.head + start * t.row
+    return base + rows.to(tl.int64) * t.row
+
+
+@triton.jit
+def tile_pointers(t, at, head, start, rows, columns):
+    """Pointers [rows, columns] into a sequence's part of a `Tokens`."""
+    base = t.data + at.batch * t.batch + head.to(tl.int64) * t.head + start * t.row
+    return base + rows.to(tl.int64)[:, None] * t.row + columns[None, :] * t.column
+
+
+# ------------------------------------------------------------------ what a row sees
+
+
+@triton.jit
+def interval(rows, at, spec):
+    """Rows with the keys lo ≤ j < hi that they see, within 0 … Sk (spec.Problem.interval)."""
+    position = rows + at.offset
+    lo = tl.zeros_like(rows)
+    hi = lo + at.sk
+    if spec.band.left is not None:
+        lo = tl.maximum(lo, position - spec.band.left)
+    if spec.band.right is not None:
+        hi = tl.minimum(hi, position + spec.band.right + 1)
+    if spec.key_range is not None:
+        start, end = _key_range(rows, at, spec)
+        lo = tl.maximum(lo, start)
+        hi = tl.minimum(hi, end)
+    return Rows(rows, lo, hi)
+
+
+@triton.jit
+def _key_range(rows, at, spec):
+    inside = rows < at.sq
+    start = line(spec.key_range.start, at, 0, at.start_q, rows)
+    end = line(spec.key_range.end, at, 0, at.start_q, rows)
+    start = tl.load(start, mask=inside, other=0).to(tl.int64)
+    end = tl.load(end, mask=inside, other=0).to(tl.int64)
+    start = tl.minimum(tl.maximum(start, 0), at.sk).to(tl.int32)
+    return start, tl.minimum(tl.maximum(end, 0), at.sk).to(tl.int32)
+
+
+@triton.jit
+def bounds(i0, i1, rows, at, spec):
+    """The bounds of rows i0 … i1 − 1, of which `rows` are all and maybe more (spec.Problem.bounds)."""
+    first = 0
+    full_first = 0
+    full_last = at.sk
+    last = at.sk
+    if spec.band.left is not None:
+        first = i0 + at.offset - spec.band.left
+        full_first = i1 - 1 + at.offset - spec.band.left
+    if spec.band.right is not None:
+        full_last = i0 + at.offset + spec.band.right + 1
+        last = i1 + at.offset + spec.band.right
+    if spec.key_range is not None:
+        start, end = _key_range(rows, at, spec)
+        inside = (rows >= i0) & (rows < i1)
+        first = tl.maximum(first, tl.min(tl.where(inside, start, at.sk), 0))
+        full_first = tl.maximum(full_first, tl.max(tl.where(inside, start, 0), 0))
+        full_last = tl.minimum(full_last, tl.min(tl.where(inside, end, at.sk), 0))
+        last = tl.minimum(last, tl.max(tl.where(inside, end, 0), 0))
+    return Bounds(
+        tl.minimum(tl.maximum(first, 0), at.sk),
+        tl.minimum(tl.maximum(full_first, 0), at.sk),
+        tl.minimum(tl.maximum(full_last, 0), at.sk),
+        tl.minimum(tl.maximum(last, 0), at.sk),
+    )
+
+
+@triton.jit
+def bounds_of_keys(j0, j1, at, spec):
+    """The rows that see keys j0 … j1 − 1 as the band has it: nothing outside [first, last), everything
+    in [full_first, full_last). A key_range may hide more."""
+    first = 0
+    full_first = 0
+    full_last = at.sq
+    last = at.sq
+    if spec.band.right is not None:
+        first = j0 - at.offset - spec.band.right
+        full_first = j1 - 1 - at.offset - spec.band.right
+    if spec.band.left is not None:
+        full_last = j0 - at.offset + spec.band.left + 1
+        last = j1 - at.offset + spec.band.left
+    return Bounds(
+        tl.minimum(tl.maximum(first, 0), at.sq),
+        tl.minimum(tl.maximum(full_first, 0), at.sq),
+        tl.minimum(tl.maximum(full_last, 0), at.sq),
+        tl.minimum(tl.maximum(last, 0), at.sq),
+    )
+
+
+@triton.jit
+def walks(edges, BLOCK: tl.constexpr, ALL_EDGE: tl.constexpr):
+    """Bounds as three walks in steps of BLOCK: first … full_first on the edge, full_first … full_last
+    in full, full_last … last on the edge. All begin at multiples of BLOCK.
+
+    ALL_EDGE: single entries may be hidden anywhere; the first walk is all there is.
+    """
+    first = edges.first // BLOCK * BLOCK
+    if ALL_EDGE:
+        full_first = tl.maximum(first, edges.last)
+        full_last = full_first
+    else:
+        full_first = (edges.full_first + BLOCK - 1) // BLOCK * BLOCK
+        full_first = tl.maximum(first, tl.minimum(full_first, edges.last))
+        full_last = tl.maximum(full_first, edges.full_last // BLOCK * BLOCK)
+    return Bounds(first, full_first, full_last, edges.last)
+
+
+@triton.jit
+def seen_by(rows, across, along, allowed, bias, TRANSPOSED: tl.constexpr):
+    """Which entries of a tile are seen, given its part of mask and bias if there are any."""
+    if TRANSPOSED:
+        seen = (along >= rows.lo[None, :]) & (along < rows.hi[None, :])
+    else:
+        seen = (along >= rows.lo[:, None]) & (along < rows.hi[:, None])
+    if allowed is not None:
+        seen = seen & allowed
+    if bias is not None:
+        seen = seen & (bias != NEG_INF)
+    return seen
+
+
+@triton.jit
+def load_rows(pointers, wanted, WIDTH: tl.constexpr):
+    """A tile of which the last column may lie past WIDTH, and of the rows those that are `wanted`
+    (None: all); 0 elsewhere."""
+    PADDED: tl.constexpr = pointers.shape[1] != WIDTH
+    if PADDED:
+        inside = (tl.arange(0, pointers.shape[1]) < WIDTH)[None, :]
+        if wanted is not None:
+            inside = inside & wanted[:, None]
+        tile = tl.load(pointers, mask=inside, other=0.0)
+    elif wanted is not None:
+        tile = tl.load(pointers, mask=wanted[:, None], other=0.0)
+    else:
+        tile = tl.load(pointers)
+    return tile
+
+
+# ------------------------------------------------------------------ how a logit comes about
+
+
+@triton.jit
+def grid_tile(t, at, head, across, along, other):
+    """The part of a `Grid` beside a tile, 1 wide where it is broadcast; `other` where it has no part."""
+    base = t.data + at.batch * t.batch + head.to(tl.int64) * t.head
+    if t.row is not None:
+        base += at.start_q * t.row
+    columns = tl.minimum(at.sk, t.columns)
+    if (t.row is None) and (t.column is None):
+        tile = tl.load(base)
+    elif t.row is None:
+        tile = tl.load(base + along.to(tl.int64) * t.column, mask=along < columns, other=other)
+    elif t.column is None:
+        tile = tl.load(base + across.to(tl.int64) * t.row, mask=across < at.sq, other=other)
+    else:
+        inside = (across < at.sq) & (along < columns)
+        offsets = across.to(tl.int64) * t.row + along.to(tl.int64) * t.column
+        tile = tl.load(base + offsets, mask=inside, other=other)
+    return tile
+
+
+@triton.jit
+def logits(products, at, head, across, along, bias, spec):
+    """Logits from raw products, in this order: scale, softcap, alibi, bias."""
+    s = products
+    scores = spec.scores
+    if not scores.FOLDED:
+        s = s * scores.scale
+    t = s
+    if scores.softcap is not None:
+        # 1 − 2 / (e^2x + 1): accurate to the last bits of 1, which is what the cap is a multiple of.
+        t = 1.0 - 2.0 / (tl.math.exp2(s * (2.0 * LOG2E / scores.softcap)) + 1.0)
+        s = t * scores.softcap
+    if scores.slopes is not None:
+        s = s - slope_of(at, head, spec, s.dtype) * distance(at, across, along).to(s.dtype)
+    if bias is not None:
+        s = s + bias
+    return Capped(s, t)
+
+
+@triton.jit
+def slope_of(at, head, spec, dtype: tl.constexpr):
+    slopes = spec.scores.slopes
+    return tl.load(slopes.data + at.number.to(tl.int64) * slopes.batch + head * slopes.head).to(dtype)
+
+
+@triton.jit
+def distance(at, across, along):
+    return tl.abs(across + at.offset - along)
+
+
+@triton.jit
+def probabilities(s, base, spec):
+    """2^(unit · (s − m)), where base is m (FOLDED: unit · m)."""
+    if spec.scores.FOLDED:
+        p = tl.math.exp2(s * spec.scores.unit - base)
+    else:
+        p = tl.math.exp2((s - base) * spec.scores.unit)
+    return p
+
+
+@triton.jit
+def keep(at, head, rows, j, spec, BLOCK_K: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """Which probabilities dropout keeps (random.py): word j % 4 of counter (j // 4, i, head, sequence).
+    The tile begins with key j, a multiple of 4."""
+    quads = (j // 4 + tl.arange(0, BLOCK_K // 4))[None, :]
+    i = rows[:, None]
+    zero = tl.zeros_like(quads + i)
+    seed = tl.load(spec.dropout.seed)
+    w0, w1, w2, w3 = tl.philox(seed, quads + zero, i + zero, head + zero, at.number + zero, n_rounds=7)
+    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
+    words = tl.reshape(words, [rows.shape[0], BLOCK_K])
+    if TRANSPOSED:
+        words = tl.trans(words)
+    return words.to(tl.uint32, bitcast=True) > spec.dropout.highest_dropped
+
+
+# ------------------------------------------------------------------ products
+
+
+@triton.jit
+def product(a, b, PRECISION: tl.constexpr):
+    """a @ b summed in float32 (float64 for float64)."""
+    if a.dtype == tl.float64:
+        c = tl.dot(a, b, out_dtype=tl.float64)
+    else:
+        c = tl.dot(a, b, input_precision=PRECISION)
+    return c
+
+
+@triton.jit
+def add_product(c, a, b, PRECISION: tl.constexpr):
+    """c + a @ b."""
+    if a.dtype == tl.float64:
+        c = tl.dot(a, b, c, out_dtype=tl.float64)
+    else:
+        c = tl.dot(a, b, c, input_precision=PRECISION)
+    return c

@@ -1,0 +1,1 @@
+"""How large tiles are: configurations as data, looked up and never tuned inside a call."""

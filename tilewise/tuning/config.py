@@ -1,0 +1,133 @@
+"""Which tile sizes a kernel gets: an override, else the device's table, else a heuristic."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+TABLES = Path(__file__).parent / "tables"
+OPERATIONS = ("forward", "queries", "keys", "bias")
+MASKS = ("full", "band", "general")
+# Up to this many rows or keys a problem is "short".
+SHORT = 1024
+
+
+@dataclass(frozen=True)
+class Config:
+    """The sides of a tile of scores, warps per program, and loads in flight per loop."""
+
+    block_q: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+class Key(NamedTuple):
+    """What a configuration depends on.
+
+    Attributes:
+        operation: one of OPERATIONS; "queries" is the kernel of dq, "keys" that of dk and dv.
+        bits: of the dtype of q, k, v.
+        head_dim: the power of two that holds the larger of D and Dv, at least 16.
+        mask: "full", "band" (causal, window), or "general": anything that is looked at entry by entry.
+        length: "short" or "long".
+    """
+
+    operation: str
+    bits: int
+    head_dim: int
+    mask: str
+    length: str
+
+
+def mask_kind(banded: bool, general: bool) -> str:
+    return "general" if general else "band" if banded else "full"
+
+
+def length_bucket(length: int) -> str:
+    return "short" if length <= SHORT else "long"
+
+
+_overrides: ContextVar[dict[str, Config] | None] = ContextVar("overrides", default=None)
+
+
+@contextmanager
+def override(**configs: Config) -> Iterator[None]:
+    """Within the block, operations use the configurations given.
+
+    Example:
+        >>> with override(forward=Config(64, 64, 4, 2)):
+        ...     config_for("some device", Key("forward", 16, 64, "full", "long")).block_q
+        64
+    """
+    unknown = set(configs) - set(OPERATIONS)
+    if unknown:
+        raise ValueError(f"operation must be one of {OPERATIONS}, got {sorted(unknown)}")
+    token = _overrides.set({**(_overrides.get() or {}), **configs})
+    try:
+        yield
+    finally:
+        _overrides.reset(token)
+
+
+def config_for(device: str, key: Key) -> Config:
+    """The configuration of a kernel on a device, which is named as its driver names it."""
+    overrides = _overrides.get()
+    if overrides and key.operation in overrides:
+        return overrides[key.operation]
+    return _looked_up(device, key)
+
+
+@functools.cache
+def _looked_up(device: str, key: Key) -> Config:
+    return table(device).get(key) or heuristic(key)
+
+
+@functools.cache
+def table(device: str) -> dict[Key, Config]:
+    """The tuned configurations of a device; empty for one that has no table."""
+    path = table_path(device)
+    if not path.exists():
+        return {}
+    entries: list[dict[str, Any]] = json.loads(path.read_text())["configs"]
+    return {Key(**entry["key"]): Config(**entry["config"]) for entry in entries}
+
+
+def table_path(device: str) -> Path:
+    return TABLES / (device.lower().replace(" ", "-") + ".json")
+
+
+def write_table(path: Path, configs: dict[Key, Config], about: dict[str, str]) -> None:
+    """`about` says where the numbers come from: date, device, versions, command."""
+    entries = [
+        {"key": key._asdict(), "config": asdict(config)} for key, config in sorted(configs.items())
+    ]
+    lines = ",\n".join("  " + json.dumps(entry) for entry in entries)
+    path.write_text(f'{{"about": {json.dumps(about)},\n"configs": [\n{lines}\n]}}\n')
+
+
+def heuristic(key: Key) -> Config:
+    """What a device of unknown name gets: tiles that fit 64 KB of shared memory with 16-bit operands."""
+    if key.bits == 64:
+        side = 32 if key.head_dim <= 128 else 16
+        return Config(side, side, 4, 1)
+    if key.bits == 32:
+        side = 64 if key.head_dim <= 64 else 32 if key.head_dim <= 256 else 16
+        return Config(side, 32 if side > 32 else side, 4, 2 if key.head_dim <= 128 else 1)
+    if key.operation == "forward":
+        if key.head_dim <= 64:
+            return Config(128, 64, 4, 3)
+        if key.head_dim <= 128:
+            return Config(128, 64, 8, 2)
+        return Config(64, 32, 4 if key.head_dim <= 256 else 8, 2 if key.head_dim <= 256 else 1)
+    if key.head_dim <= 64:
+        return Config(64, 64, 4, 2)
+    if key.head_dim <= 128:
+        return Config(64, 64, 4, 1)
+    return Config(32, 32, 4 if key.head_dim <= 256 else 8, 1)
