@@ -14,8 +14,9 @@ from __future__ import annotations
 import functools
 import importlib.util
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -161,9 +162,28 @@ def backward(
 # ------------------------------------------------------------------ launching
 
 
+_compiled: ContextVar[list[Any] | None] = ContextVar("compiled", default=None)
+
+
+@contextmanager
+def compiled_only() -> Iterator[list[Any]]:
+    """Within the block kernels are compiled and collected in the list it gives, and none is launched."""
+    kernels: list[Any] = []
+    token = _compiled.set(kernels)
+    try:
+        yield kernels
+    finally:
+        _compiled.reset(token)
+
+
 def _launch(kernel: Any, grid: int, chosen: Config, device: torch.device, *arguments: Any) -> None:
+    options = {"num_warps": chosen.num_warps, "num_stages": chosen.num_stages}
+    compiled = _compiled.get()
+    if compiled is not None:
+        compiled.append(kernel.warmup(*arguments, grid=(grid,), **options))
+        return
     with _current(device):
-        kernel[(grid,)](*arguments, num_warps=chosen.num_warps, num_stages=chosen.num_stages)
+        kernel[(grid,)](*arguments, **options)
 
 
 def _current(device: torch.device) -> AbstractContextManager[Any]:
@@ -221,9 +241,23 @@ def _tile(problem: Problem, chosen: Config) -> Any:
     from tilewise.kernels.score import Tile, constexpr
 
     d, dv = problem.q.shape[-1], problem.v.shape[-1]
-    tf32 = problem.q.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
     sides = (chosen.block_q, chosen.block_k, d, dv, _power_of_two(d), _power_of_two(dv))
-    return Tile(*map(constexpr, (*sides, "tf32" if tf32 else "ieee")))
+    return Tile(*map(constexpr, (*sides, _precision(problem.q))))
+
+
+def _precision(q: Tensor) -> str:
+    """How products of float32 are computed: "tf32" where torch is allowed to, else as exactly as float32,
+    by three products of tf32 where there are tensor cores for it."""
+    if q.dtype != torch.float32 or not _has_tf32(q.device):
+        return "ieee"
+    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "tf32x3"
+
+
+@functools.cache
+def _has_tf32(device: torch.device) -> bool:
+    if device.type != "cuda":
+        return not interpreted()  # compiled for a GPU that is not here
+    return torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _spec(problem: Problem) -> Any:

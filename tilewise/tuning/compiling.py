@@ -1,0 +1,95 @@
+"""Compile a backend's kernels for a GPU that need not be here, and read what the compiler says of them."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+from tilewise.backends import triton as backend
+from tilewise.spec import Problem
+
+
+class Report(NamedTuple):
+    """What a kernel needs: registers a thread, bytes of shared memory and of spills, notes of ptxas.
+
+    Attributes:
+        notes: what ptxas says of matrix instructions that it had to serialize (C75xx).
+    """
+
+    kernel: str
+    registers: int
+    shared: int
+    spilled: int
+    notes: tuple[str, ...]
+
+
+class _Absent:
+    """A driver for a GPU that is not here: it knows what to compile for, and nothing else."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self._target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+@contextmanager
+def compiling_for(target: GPUTarget) -> Iterator[list[Any]]:
+    """Within the block kernels are compiled for the target and not launched; gives the list of them.
+
+    The compiled kernels land in Triton's cache, where a process with such a GPU finds them.
+    """
+    active = triton.runtime.driver._active
+    triton.runtime.driver.set_active(_Absent(target))
+    try:
+        with backend.compiled_only() as kernels:
+            yield kernels
+    finally:
+        triton.runtime.driver._active = active
+
+
+def compile_problem(problem: Problem, target: GPUTarget, backward: bool = True) -> list[Any]:
+    """Every kernel that a problem's forward and backward pass launch, compiled."""
+    with compiling_for(target) as kernels:
+        result = backend.forward(problem)
+        if backward:
+            backend.backward(problem, result, torch.empty_like(result.out), None)
+    return kernels
+
+
+def cuda_target(capability: int) -> GPUTarget:
+    """The target of a compute capability: 90 for 9.0."""
+    return GPUTarget("cuda", capability, 32)
+
+
+def report(kernel: Any, target: GPUTarget) -> Report:
+    """What ptxas says of a compiled kernel."""
+    architecture = f"sm_{target.arch}" + "a" * (int(target.arch) >= 90)
+    ptxas = triton.knobs.nvidia.ptxas_blackwell if int(target.arch) >= 100 else triton.knobs.nvidia.ptxas
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.ptx"
+        source.write_text(kernel.asm["ptx"])
+        command = [ptxas.path, "-v", f"--gpu-name={architecture}", str(source), "-o", f"{folder}/cubin"]
+        log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    registers = [int(n) for n in re.findall(r"Used (\d+) registers", log)]
+    spilled = [int(n) for n in re.findall(r"(\d+) bytes spill stores", log)]
+    notes = tuple(sorted(set(re.findall(r"\(C75\d\d\)[^\n]*", log))))
+    return Report(kernel.name, max(registers), kernel.metadata.shared, max(spilled, default=0), notes)
