@@ -32,6 +32,7 @@ LARGEST_HEAD_DIM = 512
 _LOG2E = math.log2(math.e)
 # Grids are one-dimensional and token counts 32-bit.
 _LARGEST_COUNT = 2**30
+_SHORTEST_TMA = 512
 
 
 def unsupported(problem: Problem) -> list[str]:
@@ -68,7 +69,9 @@ def _too_old(capability: tuple[int, int], dtype: torch.dtype) -> list[str]:
     if capability >= needs:
         return []
     name, (have, want) = str(dtype).removeprefix("torch."), (capability, needs)
-    return [f"{name} needs compute capability {want[0]}.{want[1]}, this GPU has {have[0]}.{have[1]}"]
+    return [
+        f"{name} needs compute capability {want[0]}.{want[1]}, this GPU has {have[0]}.{have[1]}"
+    ]
 
 
 def config(problem: Problem) -> dict[str, Any]:
@@ -87,8 +90,18 @@ def forward(problem: Problem) -> Result:
     if out.numel():
         chosen = _config(problem, "forward")
         grid = _tiles(problem, chosen.block_q, "q") * q.shape[-2]
-        operands = (*map(_tokens, (q, problem.k, problem.v, out)), _lines(lse))
-        _launch(forward_kernel, grid, chosen, q.device, *operands, _spec(problem), _tile(problem, chosen))
+        _launch(
+            forward_kernel,
+            grid,
+            chosen,
+            q.device,
+            *map(_tokens, (q, problem.k, problem.v)),
+            *_tmas(problem, chosen.block_k, problem.k, problem.v),
+            _tokens(out),
+            _lines(lse),
+            _spec(problem),
+            _tile(problem, chosen),
+        )
     elif lse.numel():
         lse.fill_(float("-inf"))
     return Result(out, lse, lse.new_empty(0))
@@ -111,9 +124,7 @@ def backward(
     spec, device = _spec(problem), q.device
     if lse.numel():
         _delta(kernels.delta_kernel, result.out, dout, dlse, delta)
-    saved = kernels.Saved(_lines(lse), _lines(delta))
-    dout_tokens = _tokens(dout)
-    operands = (*map(_tokens, (q, k, v)), dout_tokens, saved)
+    operands = (*map(_tokens, (q, k, v, dout)), _lines(lse), _lines(delta))
 
     bias = s.bias if bias_grad else None
     per_row = bias is not None and bias.shape[-1] == 1
@@ -127,10 +138,12 @@ def backward(
         chosen = _config(problem, "queries")
         grid = _tiles(problem, chosen.block_q, "q") * q.shape[-2]
         given = {name: None if t is None else _lines(t) for name, t in sums.items()}
-        wanted = any(t is not None for t in sums.values())
-        rows = kernels.Sums(**given, dlse=None if dlse is None else _lines(dlse)) if wanted else None
-        tile = _tile(problem, chosen)
-        _launch(kernels.queries_kernel, grid, chosen, device, *operands, _tokens(dq), rows, spec, tile)
+        wanted = kernels.constexpr(any(t is not None for t in sums.values()))
+        rows = kernels.Sums(**given, dlse=None if dlse is None else _lines(dlse), WANTED=wanted)
+        arguments = (*operands, *_tmas(problem, chosen.block_k, k, v), _tokens(dq), rows)
+        _launch(
+            kernels.queries_kernel, grid, chosen, device, *arguments, spec, _tile(problem, chosen)
+        )
     key_sums = None
     if per_key:
         shape = lse.shape[:-1] + (k.shape[0 if problem.packed else 1],)
@@ -138,10 +151,15 @@ def backward(
     if dk.numel():
         chosen = _config(problem, "keys")
         grid = _tiles(problem, chosen.block_k, "k") * k.shape[-2]
-        tile = _tile(problem, chosen)
         lines = None if key_sums is None else _lines(key_sums)
-        gradients = (_tokens(dk), _tokens(dv), lines)
-        _launch(kernels.keys_kernel, grid, chosen, device, *operands, *gradients, spec, tile)
+        arguments = (
+            *operands,
+            *_tmas(problem, chosen.block_q, q, dout),
+            _tokens(dk),
+            _tokens(dv),
+            lines,
+        )
+        _launch(kernels.keys_kernel, grid, chosen, device, *arguments, spec, _tile(problem, chosen))
     dbias = None
     if bias is not None:
         dbias = _bias_gradient(problem, bias, operands, sums["bias"], key_sums, spec)
@@ -227,7 +245,9 @@ def _delta(kernel: Any, out: Tensor, dout: Tensor, dlse: Tensor | None, delta: T
     grid = -(-rows // block) * delta.numel() // rows
     lines = (None if dlse is None else _lines(dlse), _lines(delta))
     sizes = (rows, heads, out.shape[-1], block, width)
-    _launch(kernel, grid, Config(0, 0, 4, 1), out.device, _tokens(out), _tokens(dout), *lines, *sizes)
+    _launch(
+        kernel, grid, Config(0, 0, 4, 1), out.device, _tokens(out), _tokens(dout), *lines, *sizes
+    )
 
 
 # ------------------------------------------------------------------ a Problem as kernels take it
@@ -248,16 +268,51 @@ def _tile(problem: Problem, chosen: Config) -> Any:
 def _precision(q: Tensor) -> str:
     """How products of float32 are computed: "tf32" where torch is allowed to, else as exactly as float32,
     by three products of tf32 where there are tensor cores for it."""
-    if q.dtype != torch.float32 or not _has_tf32(q.device):
+    if q.dtype != torch.float32 or _architecture(q.device) < 80:
         return "ieee"
     return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "tf32x3"
 
 
+def _architecture(device: torch.device) -> int:
+    """The compute capability, 90 for 9.0; 0 where there is none."""
+    if interpreted():
+        return 0
+    if device.type == "cuda":
+        return _capability(device)
+    from triton.runtime import driver
+
+    target = driver.active.get_current_target()  # compiled for a GPU that is not here
+    return int(target.arch) if target.backend == "cuda" else 0
+
+
 @functools.cache
-def _has_tf32(device: torch.device) -> bool:
-    if device.type != "cuda":
-        return not interpreted()  # compiled for a GPU that is not here
-    return torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (8, 0)
+def _capability(device: torch.device) -> int:
+    if torch.version.cuda is None:
+        return 0
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+def _tmas(problem: Problem, block: int, *tensors: Tensor) -> tuple[Any, ...]:
+    """Descriptors for loads of whole tiles (1, block, 1, width) by the tensor memory accelerator, or None.
+
+    They need strides in multiples of 16 bytes, and a while to be made: short calls do without.
+    """
+    if problem.packed is not None or not (interpreted() or _architecture(problem.q.device) >= 90):
+        return (None,) * len(tensors)
+    return tuple(_tma(t, block) for t in tensors)
+
+
+def _tma(t: Tensor, block: int) -> Any:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    strides = t.stride()
+    even = all(stride * t.element_size() % 16 == 0 and stride > 0 for stride in strides[:-1])
+    if t.shape[1] < _SHORTEST_TMA or strides[-1] != 1 or t.data_ptr() % 16 or not even:
+        return None
+    return TensorDescriptor(
+        t, list(t.shape), list(strides), [1, block, 1, _power_of_two(t.shape[-1])]
+    )
 
 
 def _spec(problem: Problem) -> Any:
@@ -271,13 +326,16 @@ def _spec(problem: Problem) -> Any:
     sides = (n if n is not None and n < sq + sk else None for n in problem.band[:2])
     band = score.Band(*sides, score.constexpr(problem.band.align == "bottom-right"))
     key_range, dropout = problem.key_range, problem.dropout
+    if dropout is not None and round(dropout.p * 2**32) == 0:
+        dropout = None  # rarer than one in 2³²: nothing is dropped
     return score.Spec(
         sizes,
         band,
         _scores(problem),
-        None if key_range is None else score.KeyRange(*map(_row_lines, key_range)),
-        None if dropout is None else _dropout(dropout.p, dropout.seed),
+        *((None, None) if key_range is None else map(_row_lines, key_range)),
+        None if dropout is None else _dropout(dropout.p, dropout.seed, _number_for(q.dtype)),
         None if packed is None else _packed(*packed[:2]),
+        score.constexpr(problem.scores.mask is not None or problem.scores.bias is not None),
     )
 
 
@@ -288,29 +346,35 @@ def _scores(problem: Problem) -> Any:
     plain = s.softcap is None and s.alibi_slopes is None and s.bias is None
     # Folded, unit · m is carried, which must not overflow where the logit itself does not.
     folded = plain and 0 < s.scale * _LOG2E <= 1
-    number: Callable[[float], Any] = float
-    if problem.q.dtype == torch.float64:
-        number = score.constexpr  # as an argument it would be rounded to float32
+    number = _number_for(problem.q.dtype)
     slopes = s.alibi_slopes
     if slopes is not None:
-        slopes = score.Lines(slopes, slopes.stride(0) if slopes.ndim == 2 else 0, slopes.stride(-1), 0)
+        slopes = score.Lines(
+            slopes, slopes.stride(0) if slopes.ndim == 2 else 0, slopes.stride(-1), 0
+        )
     return score.Scores(
         scale=number(s.scale),
         unit=number(s.scale * _LOG2E) if folded else score.LOG2E,
-        FOLDED=score.constexpr(folded),
-        HIDES=score.constexpr(s.mask is not None or s.bias is not None),
         softcap=None if s.softcap is None else number(s.softcap),
         slopes=slopes,
         bias=None if s.bias is None else _grid(s.bias),
         mask=None if s.mask is None else _grid(s.mask),
         sinks=None if s.sinks is None else s.sinks.contiguous(),
+        FOLDED=score.constexpr(folded),
     )
 
 
-def _dropout(p: float, seed: Tensor) -> Any:
+def _number_for(dtype: torch.dtype) -> Callable[[float], Any]:
+    """How a number reaches a kernel: as an argument it is rounded to float32, so float64 compiles it in."""
+    from tilewise.kernels.score import constexpr
+
+    return constexpr if dtype == torch.float64 else float
+
+
+def _dropout(p: float, seed: Tensor, number: Callable[[float], Any]) -> Any:
     from tilewise.kernels.score import Dropout
 
-    return Dropout(seed, max(0, round(p * 2**32) - 1), keep_scale(p))
+    return Dropout(seed, round(p * 2**32) - 1, number(keep_scale(p)))
 
 
 def _packed(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Any:
@@ -346,12 +410,12 @@ def _row_lines(t: Tensor) -> Any:
 
 def _grid(t: Tensor) -> Any:
     """(B, Hq, Sq, Sk), packed (Hq, total_q, columns), each or 1."""
-    from tilewise.kernels.score import Grid
+    from tilewise.kernels.score import Grid, constexpr
 
-    strides = [None if n == 1 else stride for n, stride in zip(t.shape, t.stride(), strict=True)]
-    batch = strides[0] if t.ndim == 4 else None
-    head, row, column = strides[-3:]
-    return Grid(t, batch or 0, head or 0, row, column, t.shape[-1])
+    strides = [0 if n == 1 else stride for n, stride in zip(t.shape, t.stride(), strict=True)]
+    batch = strides[0] if t.ndim == 4 else 0
+    by_row, by_column = (constexpr(n != 1) for n in t.shape[-2:])
+    return Grid(t, batch, *strides[-3:], t.shape[-1], by_row, by_column)
 
 
 # ------------------------------------------------------------------ gradients of what is shared
@@ -364,7 +428,9 @@ def _slope_gradient(problem: Problem, per_row: Tensor) -> Tensor:
     if problem.packed is None or slopes.ndim == 1:
         return per_row.sum(-1).sum_to_size(slopes.shape)
     offsets = problem.packed.cu_seqlens_q.long().clamp(0, per_row.shape[-1]).cummax(0).values
-    sums = torch.segment_reduce(per_row.double().T.contiguous(), "sum", offsets=offsets, unsafe=True)
+    sums = torch.segment_reduce(
+        per_row.double().T.contiguous(), "sum", offsets=offsets, unsafe=True
+    )
     return sums.to(per_row.dtype)
 
 

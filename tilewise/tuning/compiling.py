@@ -83,13 +83,26 @@ def cuda_target(capability: int) -> GPUTarget:
 def report(kernel: Any, target: GPUTarget) -> Report:
     """What ptxas says of a compiled kernel."""
     architecture = f"sm_{target.arch}" + "a" * (int(target.arch) >= 90)
-    ptxas = triton.knobs.nvidia.ptxas_blackwell if int(target.arch) >= 100 else triton.knobs.nvidia.ptxas
+    ptxas = (
+        triton.knobs.nvidia.ptxas_blackwell
+        if int(target.arch) >= 100
+        else triton.knobs.nvidia.ptxas
+    )
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.ptx"
         source.write_text(kernel.asm["ptx"])
-        command = [ptxas.path, "-v", f"--gpu-name={architecture}", str(source), "-o", f"{folder}/cubin"]
+        command = [
+            ptxas.path,
+            "-v",
+            f"--gpu-name={architecture}",
+            str(source),
+            "-o",
+            f"{folder}/cubin",
+        ]
         log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     registers = [int(n) for n in re.findall(r"Used (\d+) registers", log)]
     spilled = [int(n) for n in re.findall(r"(\d+) bytes spill stores", log)]
     notes = tuple(sorted(set(re.findall(r"\(C75\d\d\)[^\n]*", log))))
-    return Report(kernel.name, max(registers), kernel.metadata.shared, max(spilled, default=0), notes)
+    return Report(
+        kernel.name, max(registers), kernel.metadata.shared, max(spilled, default=0), notes
+    )
