@@ -1,11 +1,12 @@
 """``tilewise tune``: the fastest tiles of each kernel on this GPU, written as a table."""
 
 import datetime
+import functools
 import math
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -19,7 +20,7 @@ from typer import Option
 
 if TYPE_CHECKING:
     from tilewise.tuning.config import Config, Key
-    from tilewise.tuning.search import Outcome, Winner
+    from tilewise.tuning.search import Compiler, Measure, Outcome, Winner
 
 MAX_COLUMNS = 100
 
@@ -50,13 +51,8 @@ def tune(
     """
     import torch
 
-    if find_spec("triton") is None or torch.version.cuda is None or not torch.cuda.is_available():
-        raise ValueError(
-            "tilewise tune needs an NVIDIA GPU, and PyTorch with CUDA and Triton for it"
-        )
-    import triton
-
-    import tilewise
+    if find_spec("triton") is None:
+        raise ValueError("tilewise tune needs Triton, which comes with PyTorch for CUDA")
     from tilewise.tuning import config, search
 
     options = {
@@ -69,10 +65,10 @@ def tune(
     for name, (given, known) in options.items():
         for value in given or ():
             if value not in known:
-                wanted = ", ".join(map(str, known))
-                raise typer.BadParameter(
-                    f"must be of {wanted}, got {value}", param_hint=f"--{name}"
-                )
+                wanted = f"must be one of {', '.join(map(str, known))}, got {value}"
+                raise typer.BadParameter(wanted, param_hint=f"--{name}")
+    if torch.version.cuda is None or not torch.cuda.is_available():
+        raise ValueError("tilewise tune needs an NVIDIA GPU and PyTorch for CUDA")
     chosen = search.keys(
         operation or config.OPERATIONS,
         bits or (16,),
@@ -82,47 +78,68 @@ def tune(
     )
     deadline = time.monotonic() + seconds
     device = torch.device("cuda", torch.cuda.current_device())
-    name = torch.cuda.get_device_name(device)
-    driver = triton.runtime.driver.active
-    shared = driver.utils.get_device_properties(device.index)["max_shared_mem"]
-    path = out or config.table_path(name)
-    about = {
+    gpu = search.gpu(device)
+    recorder = Recorder(out or config.table_path(gpu.name), about(gpu.name))
+    tried = {key: search.candidates(key, gpu.shared) for key in chosen}
+    bench = functools.partial(search.Workbench, device=device)
+    with search.compiler(gpu.target, gpu.shared, workers or max(1, cores() - 1)) as compiler:
+        run(tried, compiler, bench, recorder, deadline)
+
+
+def about(device: str) -> dict[str, str]:
+    """Where the numbers of a table come from."""
+    import torch
+    import triton
+
+    import tilewise
+
+    return {
         "date": datetime.date.today().isoformat(),
-        "device": name,
+        "device": device,
         "torch": torch.__version__,
         "triton": triton.__version__,
         "tilewise": tilewise.__version__,
         "command": " ".join(["tilewise", *sys.argv[1:]]),
     }
-    recorder = Recorder(path, about)
-    target = driver.get_current_target()
 
-    def workbench(key: "Key") -> search.Workbench:
-        torch.cuda.empty_cache()  # graphs of the key before
-        return search.Workbench(key, device)
 
-    tried = {key: search.candidates(key, shared) for key in chosen}
+def run(
+    tried: "Mapping[Key, Sequence[Config]]",
+    compiler: "Compiler",
+    bench: "Callable[..., Measure]",
+    recorder: "Recorder",
+    deadline: float,
+) -> None:
+    """Searches and writes; what there is of the winners is shown even if it is interrupted."""
+    from tilewise.tuning import search
+
     console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+
+    def workbench(key: "Key") -> "Measure":
+        def failed(config: "Config", reason: str) -> None:
+            console.print(f"{described(key)}: {spelled(config)}: {reason}")
+
+        return bench(key, failed=failed)
+
+    outcomes = recorder.outcomes
     try:
-        with (
-            search.compiler(target, shared, workers or max(1, cores() - 1)) as compiler,
-            _progress(console) as progress,
-        ):
+        with _progress(console) as progress:
             task = progress.add_task("", total=sum(map(len, tried.values())))
             for outcome in search.search(
-                tried, compiler, workbench, lambda n: progress.advance(task, n), deadline
+                tried, compiler, workbench, lambda count: progress.advance(task, count), deadline
             ):
                 recorder.add(outcome)
                 progress.update(task, description=described(outcome.key))
                 if not console.is_terminal or outcome.winner is None:
-                    done = f"[{len(recorder.outcomes)}/{len(chosen)}]"
+                    done = f"[{len(outcomes)}/{len(tried)}]"
                     console.print(f"{done} {described(outcome.key)}: {result(outcome)}")
     finally:
-        show(recorder.winners())
-        if len(recorder.outcomes) < len(chosen):
-            print(f"{len(chosen) - len(recorder.outcomes)} of {len(chosen)} kernels were not tuned")
-        if recorder.winners():
-            print(f"Written: {path}")
+        winners = [outcome.winner for outcome in outcomes if outcome.winner is not None]
+        if winners:
+            show(winners)
+            print(f"Written: {recorder.path}")
+        if len(winners) < len(tried):
+            print(f"Not tuned: {len(tried) - len(winners)} of {len(tried)} kernels")
 
 
 class Recorder:
@@ -131,7 +148,7 @@ class Recorder:
     def __init__(self, path: Path, about: dict[str, str]) -> None:
         from tilewise.tuning.config import read_table
 
-        self._path, self._about = path, about
+        self.path, self._about = path, about
         self._configs: dict[Key, Config] = read_table(path)
         self.outcomes: list[Outcome] = []
 
@@ -141,17 +158,12 @@ class Recorder:
         self.outcomes.append(outcome)
         if outcome.winner is not None:
             self._configs[outcome.key] = outcome.winner.config
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            write_table(self._path, self._configs, self._about)
-
-    def winners(self) -> "list[Winner]":
-        return [outcome.winner for outcome in self.outcomes if outcome.winner is not None]
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            write_table(self.path, self._configs, self._about)
 
 
 def show(winners: "Sequence[Winner]") -> None:
     """The table of winners."""
-    if not winners:
-        return
     console = Console(highlight=False, markup=False)
     console.width = min(console.width, MAX_COLUMNS) if console.is_terminal else MAX_COLUMNS
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
@@ -181,9 +193,13 @@ def result(outcome: "Outcome") -> str:
     winner = outcome.winner
     if winner is None:
         return outcome.note
-    c = winner.config
-    tile = f"{c.block_q}×{c.block_k}, {c.num_warps} warps, {c.num_stages} stages"
-    return f"{tile}, {winner.milliseconds:.3f} ms, {winner.speedup:.2f} × the heuristic's speed"
+    figures = f"{winner.milliseconds:.3f} ms, {winner.speedup:.2f} × the heuristic's speed"
+    return f"{spelled(winner.config)}, {figures}"
+
+
+def spelled(config: "Config") -> str:
+    tile = f"{config.block_q}×{config.block_k}"
+    return f"{tile}, {config.num_warps} warps, {config.num_stages} stages"
 
 
 def cores() -> int:

@@ -15,6 +15,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
@@ -110,6 +111,20 @@ def search(
             yield Outcome(key, note=f"{type(error).__name__}: {error}")
         else:
             yield Outcome(key, winner)
+
+
+class Gpu(NamedTuple):
+    """A GPU's name, what to compile for it, and bytes of shared memory that a block may have."""
+
+    name: str
+    target: GPUTarget
+    shared: int
+
+
+def gpu(device: torch.device) -> Gpu:
+    driver = triton.runtime.driver.active
+    shared = driver.utils.get_device_properties(device.index)["max_shared_mem"]
+    return Gpu(torch.cuda.get_device_name(device), driver.get_current_target(), shared)
 
 
 # ------------------------------------------------------------------ what there is to try
@@ -314,15 +329,18 @@ def fastest(
 class Workbench:
     """Measures configurations of a key on a GPU; one that is wrong or does not run is left out."""
 
-    def __init__(self, key: Key, device: torch.device) -> None:
-        self._key = key
+    def __init__(
+        self, key: Key, device: torch.device, failed: Callable[[Config, str], object]
+    ) -> None:
+        """`failed` is told which configuration was left out and why."""
+        torch.cuda.empty_cache()  # what the graphs of the key before held
+        self._key, self._failed = key, failed
         self._problem = problem_for(key, torch.randn, device)
         self._fixed = {name: heuristic(key._replace(operation=name)) for name in OPERATIONS}
         with override(**self._fixed):
             self._result = backend.forward(self._problem)
             self._dout = torch.randn_like(self._result.out)
             self._expected = self._outputs()
-        self.failures: dict[Config, str] = {}
 
     def __call__(self, configs: Sequence[Config], milliseconds: float) -> dict[Config, float]:
         replays = {}
@@ -330,7 +348,7 @@ class Workbench:
             try:
                 replays[config] = self._replay(config)
             except Exception as error:  # a launch may fail in many ways: the candidate is out
-                self.failures[config] = f"{type(error).__name__}: {error}"
+                self._failed(config, f"{type(error).__name__}: {error}")
         times = medians(list(replays.values()), milliseconds)
         return dict(zip(replays, times, strict=True))
 
