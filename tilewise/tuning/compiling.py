@@ -106,3 +106,14 @@ def report(kernel: Any, target: GPUTarget) -> Report:
     return Report(
         kernel.name, max(registers), kernel.metadata.shared, max(spilled, default=0), notes
     )
+
+
+def summary(kernel: Any) -> Report:
+    """What the binary of a compiled kernel needs, at once and without the notes: spills are its stack."""
+    with tempfile.TemporaryDirectory() as folder:
+        binary = Path(folder) / "kernel.cubin"
+        binary.write_bytes(kernel.asm["cubin"])
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", str(binary)]
+        log = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers, stack = (max(map(int, re.findall(rf"{n}:(\d+)", log))) for n in ("REG", "STACK"))
+    return Report(kernel.name, registers, kernel.metadata.shared, stack, ())

@@ -92,7 +92,11 @@ def _looked_up(device: str, key: Key) -> Config:
 @functools.cache
 def table(device: str) -> dict[Key, Config]:
     """The tuned configurations of a device; empty for one that has no table."""
-    path = table_path(device)
+    return read_table(table_path(device))
+
+
+def read_table(path: Path) -> dict[Key, Config]:
+    """What `write_table` wrote; empty where there is no such file."""
     if not path.exists():
         return {}
     entries: list[dict[str, Any]] = json.loads(path.read_text())["configs"]
