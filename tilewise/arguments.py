@@ -187,19 +187,22 @@ def _operands(given: dict[str, tuple[Tensor, str]], ndim: int) -> tuple[Tensor, 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Cast as autocast casts the arguments of F.scaled_dot_product_attention."""
-    device = tensors[0].device.type
-    if device == "meta" or not torch.is_autocast_enabled(device):
+    device = tensors[0].device
+    if not autocast_is_on(device):
         return tensors
-    dtype = torch.get_autocast_dtype(device)
+    dtype = torch.get_autocast_dtype(device.type)
     return tuple(t if t.dtype == torch.float64 else t.to(dtype) for t in tensors)
 
 
 def _autocast_beside(q: Tensor, t: Any) -> Any:
     """Under autocast, what is of another low precision than q becomes q's; float32 stays."""
-    kind = q.device.type
-    if not isinstance(t, Tensor) or kind == "meta" or not torch.is_autocast_enabled(kind):
+    if not isinstance(t, Tensor) or not autocast_is_on(q.device):
         return t
     return t.to(q.dtype) if t.dtype in (torch.float16, torch.bfloat16) else t
+
+
+def autocast_is_on(device: torch.device) -> bool:
+    return device.type != "meta" and torch.is_autocast_enabled(device.type)
 
 
 def _index(name: str, t: Any, device: torch.device, ndim: int, shape: str) -> Tensor:
