@@ -6,6 +6,7 @@ A ValueError names the argument, what came and what is wanted.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,6 +29,10 @@ def problem_of(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Problem:
     return dense_problem(q, k, v, **arguments)
 
 
+def _tuple(parts: Sequence[str]) -> str:
+    return f"({parts[0]},)" if len(parts) == 1 else f"({', '.join(parts)})"
+
+
 class _Shape:
     """What the other arguments must fit: (name, size) pairs, so that messages can say both."""
 
@@ -35,8 +40,8 @@ class _Shape:
         self.names, self.sizes = tuple(sizes), tuple(sizes.values())
 
     def __str__(self) -> str:
-        sizes = ", ".join("any" if n is None else str(n) for n in self.sizes)
-        return f"({', '.join(self.names)}) = ({sizes})"
+        sizes = ["any" if n is None else str(n) for n in self.sizes]
+        return f"{_tuple(self.names)} = {_tuple(sizes)}"
 
     def takes(self, t: Tensor) -> bool:
         """Whether t broadcasts to this shape; a size None takes any."""
@@ -177,12 +182,19 @@ def _operands(given: dict[str, tuple[Tensor, str]], ndim: int) -> tuple[Tensor, 
             f"{k_name} and {v_name} must have the same tokens and heads, got {tuple(k.shape)} and "
             f"{tuple(v.shape)}"
         )
-    hq, hkv = q.shape[-2], k.shape[-2]
-    if (hkv == 0 and hq != 0) or (hkv and hq % hkv):
+    if not _is_multiple(q.shape[-2], k.shape[-2]):
+        hint = ""
+        if k_name == "k" and ndim == 4 and _is_multiple(q.shape[1], k.shape[1]):
+            hint = "; tensors (B, H, S, D) are given as t.transpose(1, 2)"
         raise ValueError(
-            f"{q_name} must have a multiple of the {hkv} heads of {k_name}, got {hq} heads"
+            f"{q_name} must have a multiple of the {k.shape[-2]} heads of {k_name}, got {q.shape[-2]} "
+            f"heads{hint}"
         )
     return q, k, v
+
+
+def _is_multiple(number: int, divisor: int) -> bool:
+    return number % divisor == 0 if divisor else number == 0
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -357,7 +369,10 @@ def _check_tensor(
     if not any(s.takes(t) if broadcast else s.sizes == tuple(t.shape) for s in shapes):
         verb = "broadcast to" if broadcast else "have shape"
         wanted = " or ".join(map(str, shapes))
-        raise ValueError(f"{name} must {verb} {wanted}, got {tuple(t.shape)}")
+        sizes, hint = shapes[0].sizes, ""
+        if broadcast and len(sizes) == 4 and t.shape == (sizes[0], sizes[3]):
+            hint = f"; one of keys for each batch entry is {name}[:, None, None, :]"
+        raise ValueError(f"{name} must {verb} {wanted}, got {tuple(t.shape)}{hint}")
 
 
 def _padded(t: Tensor, ndim: int) -> Tensor:
