@@ -61,10 +61,8 @@ def with_kvcache(
     **spelled: Any,
 ) -> Any:
     """flash_attn_with_kvcache; page_table is FA3's name of block_table, max_seqlen_q a hint."""
-    together = {
-        "k and v": (k, v),
-        "rotary_cos and rotary_sin": (rotary_cos, rotary_sin),
-    }
+    options = {**options_of(**spelled), "num_splits": num_splits or None}
+    together = {"k and v": (k, v), "rotary_cos and rotary_sin": (rotary_cos, rotary_sin)}
     for names, (one, other) in together.items():
         if (one is None) != (other is None):
             raise ValueError(f"{names} must be given together")
@@ -76,22 +74,24 @@ def with_kvcache(
         )
     if block_table is not None and page_table is not None:
         raise ValueError("block_table and page_table must not both be given: they are one argument")
+    if q.ndim != (4 if cu_seqlens_q is None else 3):
+        wanted = "(B, Sq, Hq, D)" if cu_seqlens_q is None else "(total_q, Hq, D) with cu_seqlens_q"
+        raise ValueError(f"q must have shape {wanted}, got {tuple(q.shape)}")
     table = page_table if block_table is None else block_table
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     cache = _cache(k_cache, v_cache, table, cache_batch_idx, cache_seqlens, batch)
     for name, t in (("cache_leftpad", cache_leftpad), ("rotary_seqlens", rotary_seqlens)):
         if t is not None:
             _check_per_entry(name, t, batch)
-    options = {**options_of(**spelled), "num_splits": num_splits or None}
     rows = q if cu_seqlens_q is None else q[:0].expand(batch, *q[:0].shape)
     paged_problem(rows, *cache, **options)  # raises before the cache is written
 
     if k is not None and v is not None:
-        new = _place("cu_seqlens_k_new", k, cu_seqlens_k_new)
+        new = _place("k", k, "cu_seqlens_k_new", cu_seqlens_k_new, batch)
         _check_new(cache, k, v, new)
         if rotary_cos is not None and rotary_sin is not None:
             first = cache.used if rotary_seqlens is None else rotary_seqlens
-            asked = _place("cu_seqlens_q", q, cu_seqlens_q)
+            asked = _place("q", q, "cu_seqlens_q", cu_seqlens_q, batch)
             local = options["causal"] or attention_chunk or options["window_size"] != (None, None)
             at = first[asked.entry] + (asked.offset if local else 0)
             turning, rest = q[: at.shape[0]], q[at.shape[0] :]
@@ -142,19 +142,28 @@ def _check_per_entry(name: str, t: Tensor, batch: int) -> None:
         )
 
 
-def _place(name: str, t: Tensor, cu_seqlens: Tensor | None) -> _Place:
+def _place(name: str, t: Tensor, cu_name: str, cu_seqlens: Tensor | None, batch: int) -> _Place:
     if cu_seqlens is not None:
-        checked_cu_seqlens(name, cu_seqlens, t.shape[0])
+        if t.ndim != 3 or cu_seqlens.shape != (batch + 1,):
+            raise ValueError(
+                f"{name} must have shape (total, H, D), and {cu_name} (B + 1,) with B = {batch}, got "
+                f"{tuple(t.shape)} and {tuple(cu_seqlens.shape)}"
+            )
+        checked_cu_seqlens(cu_name, cu_seqlens, t.shape[0])
         return _Place(*place_in_sequences(cu_seqlens))
-    b, s = t.shape[:2]
-    entry, offset = torch.arange(b, device=t.device), torch.arange(s, device=t.device)
-    return _Place(entry.unsqueeze(1).expand(b, s), offset.expand(b, s))
+    if t.ndim != 4 or t.shape[0] != batch:
+        raise ValueError(
+            f"{name} must have shape (B, S, H, D) with B = {batch}, got {tuple(t.shape)}"
+        )
+    s = t.shape[1]
+    entry, offset = torch.arange(batch, device=t.device), torch.arange(s, device=t.device)
+    return _Place(entry.unsqueeze(1).expand(batch, s), offset.expand(batch, s))
 
 
 def _check_new(cache: _Cache, k: Tensor, v: Tensor, new: _Place) -> None:
     """Whether the new tokens fit the cache."""
     for name, t, kept in (("k", k, cache.k), ("v", v, cache.v)):
-        if t.ndim != new.entry.ndim + 2 or t.shape[-2:] != kept.shape[-2:] or t.dtype != kept.dtype:
+        if t.shape[-2:] != kept.shape[-2:] or t.dtype != kept.dtype:
             raise ValueError(
                 f"{name} must be new tokens of {name}_cache, {kept.dtype} {tuple(kept.shape)}, got "
                 f"{t.dtype} {tuple(t.shape)}"
