@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import tilewise
-from tilewise.compat import flash_attn, flash_attn_3
+from tilewise.compat import flash_attn, flash_attn_3, flash_calls
 from tilewise.compat.bert_padding import (
     index_first_axis,
     index_put_first_axis,
@@ -519,6 +519,75 @@ def test_dropout_of_flash_attn():
     assert abs((out > 0).double().mean() - 0.75) < 0.03
 
 
+# FlashAttention-3's order: the same by position, and each argument matters.
+
+CHUNKY: dict[str, Any] = {"softmax_scale": 0.3, "causal": True, "window_size": (1, 1)}
+CHUNKY |= {"attention_chunk": 3, "softcap": 2.0, "deterministic": True, "sm_margin": 2}
+THREES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    # The tensors that are required, and a value of each argument that is served.
+    "flash_attn_func": (
+        draw_qkv(2, 6, 9, (4, 2), 8),
+        {**CHUNKY, "qv": draw(2, 6, 4, 8, seed=4), "num_splits": 2, "pack_gqa": True},
+    ),
+    "flash_attn_qkvpacked_func": ({"qkv": draw(2, 9, 8, 8)}, {**CHUNKY, "num_heads_q": 4}),
+    "flash_attn_varlen_func": (
+        {
+            **draw_tokens(10, 10, (4, 2), 8, 8, torch.float32),
+            "cu_seqlens_q": cumulative([4, 6]),
+            "cu_seqlens_k": cumulative([4, 6]),
+            "max_seqlen_q": 6,
+            "max_seqlen_k": 6,
+        },
+        {
+            **CHUNKY,
+            "seqused_q": torch.tensor([4, 5]),
+            "seqused_k": torch.tensor([3, 6]),
+            "qv": draw(10, 4, 8, seed=4),
+        },
+    ),
+    "flash_attn_with_kvcache": (
+        {"q": draw(2, 2, 4, 8), "k_cache": draw(7, 4, 2, 8), "v_cache": draw(7, 4, 2, 8, seed=1)},
+        {
+            **{n: t for n, t in CHUNKY.items() if n != "deterministic"},
+            "k": draw(2, 2, 2, 8, seed=2),
+            "v": draw(2, 2, 2, 8, seed=3),
+            "qv": draw(2, 2, 4, 8, seed=4),
+            "rotary_cos": draw(12, 2, seed=5).cos(),
+            "rotary_sin": draw(12, 2, seed=5).sin(),
+            "cache_seqlens": torch.tensor([5, 7]),
+            "cache_leftpad": torch.tensor([1, 2]),
+            "page_table": torch.tensor([[4, 2, 1], [5, 3, 6]]),
+            "rotary_seqlens": torch.tensor([2, 4]),
+            "rotary_interleaved": False,
+            "num_splits": 2,
+        },
+    ),
+}
+SCHEDULE_ONLY = ("num_splits", "pack_gqa", "sm_margin", "scheduler_metadata", "deterministic")
+PARTNERS = {"k": "v", "v": "k", "rotary_cos": "rotary_sin", "rotary_sin": "rotary_cos"}
+
+
+@pytest.mark.parametrize("name", THREES)
+def test_flash_attn_3_by_position(name):
+    given, values = THREES[name]
+    order = {n: values.get(n, d) for n, d in FA3[name].items() if n not in given}
+
+    def run(function: Callable[..., Any], *more: Any, **options: Any) -> Tensor:
+        fresh = {n: t.clone() if "cache" in n else t for n, t in given.items()}
+        return function(*fresh.values(), *more, **options)
+
+    function = getattr(flash_attn_3, name)
+    out = run(function, *order.values())
+    assert torch.equal(out, run(getattr(flash_attn, name), **values))
+    for n in values:
+        if n in SCHEDULE_ONLY or n == "num_heads_q" or n in PARTNERS:
+            continue
+        default = 9 if n == "cache_seqlens" else FA3[name][n]
+        if n in ("cache_seqlens", "page_table"):
+            default = values[n].flip(0)
+        assert not torch.equal(out, run(function, **{**values, n: default})), n
+
+
 # Packed sequences: what FA3 and pages add.
 
 
@@ -711,6 +780,13 @@ def test_kvcache(layout, rotary, local, sizes):
         close(lse[b : b + 1], own_lse)
 
 
+def test_kvcache_without_lengths_is_full():
+    k, tokens = pages_of([12, 12], 4, 2, 8, torch.float64, NAN, 1)
+    q, table = draw(2, 1, 4, 8, dtype=torch.float64), table_of([12, 12], 4)[:, :3]
+    out = flash_attn.flash_attn_with_kvcache(q, k, k, block_table=table)
+    close(out, attention64(q, torch.stack(tokens), torch.stack(tokens))[0])
+
+
 @pytest.mark.parametrize("case", OPTIONS)
 def test_kvcache_options(case):
     ours, theirs = OPTIONS[case]
@@ -741,9 +817,10 @@ def test_kvcache_sinks(name):
 @pytest.mark.parametrize("chunk", [0, 3])
 @pytest.mark.parametrize("new", [0, 2])
 @pytest.mark.parametrize("paged", [False, True])
-def test_kvcache_leftpad(chunk, new, paged):
+@pytest.mark.parametrize("causal", [False, True])
+def test_kvcache_leftpad(chunk, new, paged, causal):
     """Keys before leftpad are hidden; rotary counts them, chunks do not."""
-    lengths, leftpad = [6, 9], [2, 9 if new else 3]
+    lengths, leftpad = [6, 9], [2, 9 if new else 8]
     q = draw(2, 2, 4, 8, dtype=torch.float64, seed=1)
     k, v = (draw(2, new, 2, 8, dtype=torch.float64, seed=i) for i in (2, 3))
     cos, sin = angles(20, 4)
@@ -766,7 +843,7 @@ def test_kvcache_leftpad(chunk, new, paged):
         *((k, v) if new else ()),
         cache_seqlens=torch.tensor(lengths),
         cache_leftpad=torch.tensor(leftpad),
-        causal=True,
+        causal=causal,
         attention_chunk=chunk,
         return_softmax_lse=True,
         **where,
@@ -776,10 +853,12 @@ def test_kvcache_leftpad(chunk, new, paged):
         if new:
             added = [turned(k[b, i], cos, sin, n + i, True) for i in range(new)]
             keys, values = torch.cat((keys, torch.stack(added))), torch.cat((values, v[b]))
-            rows = torch.stack([turned(q[b, i], cos, sin, n + i, True) for i in range(2)])
+            spread = causal or chunk > 0
+            at = [n + i if spread else n for i in range(2)]
+            rows = torch.stack([turned(q[b, i], cos, sin, at[i], True) for i in range(2)])
         keys, values = keys[None, pad:], values[None, pad:]
         mask = chunk_mask(2, keys.shape[1], chunk) if chunk else None
-        want, want_lse = attention64(rows[None], keys, values, causal=True, mask=mask)
+        want, want_lse = attention64(rows[None], keys, values, causal=causal, mask=mask)
         close(out[b : b + 1], want)
         close(lse[b : b + 1], want_lse)
 
@@ -827,7 +906,8 @@ def test_kvcache_packed_queries(causal, paged, new):
         k_cache, v_cache = (draw(3, 16, 2, 8, dtype=torch.float64, seed=i) for i in (3, 4))
         where = {"cache_batch_idx": torch.tensor([2, 0, 1])}
     cos, sin = angles(20, 4)
-    options = {"causal": causal, "return_softmax_lse": True}
+    options = {"causal": causal, "attention_chunk": 4, "return_softmax_lse": True}
+    where["cache_leftpad"] = torch.tensor([2, 0, 5])
     if new:
         options |= {"rotary_cos": cos, "rotary_sin": sin}
     alone = (k_cache.clone(), v_cache.clone())
@@ -1106,6 +1186,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
         {"rotary_cos": draw(8, 4), "rotary_sin": draw(8, 3)},
         ("rotary_sin", "(8, 4)", "(8, 3)"),
     ),
+    "rotary_seqlens below 0": (
+        "new",
+        {**ROTARY, "rotary_seqlens": torch.tensor([-1, 2])},
+        ("rotary_cos", "from -1 to"),
+    ),
     "rotary_seqlens": (
         "new",
         {**ROTARY, "rotary_seqlens": torch.ones(3).int()},
@@ -1185,6 +1270,22 @@ def test_refusals(case):
 
 
 # Inside PyTorch.
+
+
+def test_deterministic_is_passed_on(monkeypatch):
+    """True asks for it; False asks for nothing, so that torch's own switch still counts."""
+    asked = []
+    attention = flash_calls.attention
+
+    def spy(*tensors: Tensor, **options: Any) -> Any:
+        asked.append(options["deterministic"])
+        return attention(*tensors, **options)
+
+    monkeypatch.setattr(flash_calls, "attention", spy)
+    for module in (flash_attn, flash_attn_3):
+        for deterministic in (False, True):
+            module.flash_attn_func(**QKV, deterministic=deterministic)
+    assert asked == [None, True] * 2
 
 
 def test_compile_in_one_graph():

@@ -361,6 +361,11 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...], bool]] = {
         ("enable_gqa", "multiple", "4, 8 and 8"),
         True,
     ),
+    "no key heads": (
+        {"key": draw(B, 0, SK, D), "enable_gqa": True},
+        ("enable_gqa", "multiple", "4, 0 and 4"),
+        False,  # it divides by zero, which ends the process
+    ),
     "groups of nothing": (
         {"query": draw(SQ, D), "key": draw(SK, D), "value": draw(SK, D), "enable_gqa": True},
         ("enable_gqa", "heads", "(5, 8)"),

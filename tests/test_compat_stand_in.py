@@ -141,11 +141,11 @@ def test_a_real_one_is_never_put_aside(real, tmp_path, monkeypatch, with_init, c
     assert str(stand_in.SITE) not in sys.path
 
 
-def test_a_real_one_that_came_first_stays(real, monkeypatch):
+def test_a_real_one_that_was_imported_stays(installed, real, monkeypatch):
     monkeypatch.syspath_prepend(str(real))
     module = importlib.import_module("flash_attn")
     try:
-        flash_attn.uninstall()  # nothing of ours is there
+        flash_attn.uninstall()
         assert sys.modules["flash_attn"] is module
         assert module.__version__ == "2.7.4"
     finally:
