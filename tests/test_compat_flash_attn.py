@@ -1156,6 +1156,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     ),
     "seqused_k too large": ("varlen", {"seqused_k": torch.tensor([4, 7])}, ("seqused_k", "7")),
     "seqused_q negative": ("varlen", {"seqused_q": torch.tensor([-1, 6])}, ("seqused_q", "-1")),
+    "seqused_k in a list": ("varlen", {"seqused_k": [1, 2]}, ("seqused_k", "int32", "list")),
+    "chunks of a list": (
+        "varlen",
+        {"attention_chunk": 2, "cu_seqlens_q": [0, 4, 10]},
+        ("cu_seqlens_q", "int32", "list"),
+    ),
     "seqused_k of three": ("varlen", {"seqused_k": torch.ones(3).int()}, ("seqused_k",)),
     "S_dmask of pages": (
         "varlen",
@@ -1199,6 +1205,38 @@ REFUSED: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "no room": ("new", {"cache_seqlens": torch.tensor([1, 6])}, ("cache_seqlens", "8", "6")),
     "no room in pages": ("pages", {"cache_seqlens": 10}, ("cache_seqlens", "12", "10")),
     "below 0": ("new", {"cache_seqlens": torch.tensor([-1, 2])}, ("cache_seqlens", "-1")),
+    "q no tensor": ("cache", {"q": [1.0]}, ("q", "(B, Sq, Hq, D)", "list")),
+    "cache of rank 3": ("cache", {"v_cache": draw(2, 8, 8)}, ("v_cache", "(2, 8, 8)")),
+    "lengths in a list": ("cache", {"cache_seqlens": [1, 2]}, ("cache_seqlens", "int32", "list")),
+    "a table in a list": ("pages", {"block_table": [[1, 2]]}, ("block_table", "int32", "list")),
+    "cu_seqlens_q in a list": (
+        "cache",
+        {"q": draw(5, 4, 8), "cu_seqlens_q": [0, 2, 5]},
+        ("cu_seqlens_q", "int32", "list"),
+    ),
+    "cu_seqlens_k in a list": (
+        "varlen",
+        {"k": PAGES, "v": PAGES, "block_table": TABLE, "cu_seqlens_k": [0, 4, 10]},
+        ("cu_seqlens_k", "int32", "list"),
+    ),
+    "cu_seqlens_k_new of other entries": (
+        "new",
+        {"k": draw(6, 2, 8), "v": draw(6, 2, 8), "cu_seqlens_k_new": torch.arange(4)},
+        ("cu_seqlens_k_new", "3", "4"),
+    ),
+    "no sequences": (
+        "varlen",
+        {
+            "k": PAGES,
+            "v": PAGES,
+            "block_table": TABLE[:0],
+            "cu_seqlens_q": CU[:1],
+            "cu_seqlens_k": CU[:1],
+        },
+        ("cu_seqlens_q", "B ≥ 1"),
+    ),
+    "cap": ("dense", {"softcap": NAN}, ("softcap", "nan")),
+    "qkv no tensor": ("qkv", {"qkv": None}, ("qkv", "NoneType")),
     "lengths of floats": ("cache", {"cache_seqlens": ONE[0]}, ("cache_seqlens", "float32")),
     "lengths of three": (
         "cache",
@@ -1228,7 +1266,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
         {"cache_batch_idx": torch.arange(2)},
         ("cache_batch_idx", "block_table"),
     ),
-    "table of one": ("pages", {"block_table": TABLE[:1]}, ("page_table", "B = 2")),
+    "table of one": ("pages", {"block_table": TABLE[:1]}, ("block_table", "B = 2")),
     "page too large": ("pages", {"block_table": TABLE + 4}, ("block_table", "from 0 to 5")),
     "page below 0": ("pages", {"block_table": TABLE - 1}, ("block_table", "-1")),
     "new dtype": ("new", {"k": NEW["k"].bfloat16()}, ("k", "float32", "bfloat16")),
@@ -1312,8 +1350,17 @@ def test_autocast():
     leaves = draw_qkv(2, 6, 9, (4, 2), 8)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out = flash_attn.flash_attn_func(**leaves, causal=True)
-    assert out.dtype == torch.bfloat16
-    close(out, attention64(**leaves, causal=True)[0], factor=2)
+        cached = flash_attn.flash_attn_with_kvcache(*leaves.values(), causal=True)
+        packed = flash_attn_3.flash_attn_with_kvcache(
+            leaves["q"].flatten(0, 1),
+            *list(leaves.values())[1:],
+            cu_seqlens_q=cumulative([6, 6]),
+            causal=True,
+        )
+    assert out.dtype == cached.dtype == packed.dtype == torch.bfloat16
+    want, _ = attention64(**leaves, causal=True)
+    for got in (out, cached, packed.unflatten(0, (2, 6))):
+        close(got, want, factor=2)
 
 
 # Padding.

@@ -83,8 +83,8 @@ def packed_problem(
         },
         3,
     )
-    cu_q = _index("cu_seqlens_q", cu_seqlens_q, q.device, 1, "(sequences + 1,)")
-    cu_k = _index("cu_seqlens_k", cu_seqlens_k, q.device, 1, "(sequences + 1,)")
+    cu_q = checked_index("cu_seqlens_q", cu_seqlens_q, q.device, 1, "(sequences + 1,)")
+    cu_k = checked_index("cu_seqlens_k", cu_seqlens_k, q.device, 1, "(sequences + 1,)")
     if not cu_q.shape[0] == cu_k.shape[0] >= 1:
         raise ValueError(
             "cu_seqlens_q and cu_seqlens_k must both have one entry more than there are sequences, "
@@ -124,8 +124,8 @@ def paged_problem(
             f"{tuple(k.shape)} and {tuple(v.shape)}"
         )
     b, sq, hq, _ = q.shape
-    table = _index("page_table", page_table, q.device, 2, "(B, max_pages)")
-    used = _index("seqused_k", seqused_k, q.device, 1, "(B,)")
+    table = checked_index("page_table", page_table, q.device, 2, "(B, max_pages)")
+    used = checked_index("seqused_k", seqused_k, q.device, 1, "(B,)")
     for name, index in (("page_table", table), ("seqused_k", used)):
         if index.shape[0] != b:
             raise ValueError(
@@ -217,7 +217,7 @@ def autocast_is_on(device: torch.device) -> bool:
     return device.type != "meta" and torch.is_autocast_enabled(device.type)
 
 
-def _index(name: str, t: Any, device: torch.device, ndim: int, shape: str) -> Tensor:
+def checked_index(name: str, t: Any, device: torch.device, ndim: int, shape: str) -> Tensor:
     """An integer tensor of lengths or pages, checked."""
     if not isinstance(t, Tensor) or t.dtype not in INDEX_DTYPES or t.ndim != ndim:
         got = f"{t.dtype} {tuple(t.shape)}" if isinstance(t, Tensor) else type(t).__name__

@@ -394,8 +394,9 @@ def flash_attn_with_kvcache(
 
 def _unpacked(name: str, t: Tensor, shape: str) -> tuple[Tensor, ...]:
     """The two or three tensors that `t`, of kv or qkv, holds side by side before heads and channels."""
-    if t.ndim != shape.count(",") + 1 or t.shape[-3] != len(name):
-        raise ValueError(f"{name} must have shape {shape}, got {tuple(t.shape)}")
+    if not isinstance(t, Tensor) or t.ndim != shape.count(",") + 1 or t.shape[-3] != len(name):
+        got = tuple(t.shape) if isinstance(t, Tensor) else type(t).__name__
+        raise ValueError(f"{name} must have shape {shape}, got {got}")
     return t.unbind(-3)
 
 

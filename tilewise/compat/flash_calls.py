@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tilewise.api import attention, attention_paged, attention_varlen
+from tilewise.arguments import checked_index
 from tilewise.spec import checked_cu_seqlens
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -76,7 +77,7 @@ def options_of(
         "scale": softmax_scale,
         "causal": causal,
         "window_size": window_size,
-        "softcap": softcap if softcap and softcap > 0 else None,
+        "softcap": None if softcap is None or softcap <= 0 else softcap,
         "alibi_slopes": alibi_slopes,
         "sinks": s_aux if learnable_sink is None else learnable_sink,
         "dropout_p": dropout_p,
@@ -149,9 +150,10 @@ def packed(
             )
         if seqused_k is None and cu_seqlens_k is None:
             raise ValueError("cu_seqlens_k or seqused_k must be given with a block_table")
-        used = cu_seqlens_k.diff() if seqused_k is None else seqused_k  # type: ignore[union-attr]
+        if seqused_k is None:
+            seqused_k = checked_index("cu_seqlens_k", cu_seqlens_k, q.device, 1, "(B + 1,)").diff()
         options["attention_chunk"] = attention_chunk
-        results = in_pages(q, k, v, block_table, used, cu_seqlens_q=cu_seqlens_q, **options)
+        results = in_pages(q, k, v, block_table, seqused_k, cu_seqlens_q=cu_seqlens_q, **options)
         return _returned(*results, return_attn_probs, return_softmax_lse)
     if cu_seqlens_k is None:
         raise ValueError("cu_seqlens_k must be given where there is no block_table")
@@ -159,10 +161,10 @@ def packed(
         options["dropout_seed"] = _drawn_seed(q.device)
     total, rows = q.shape[0], None
     if seqused_q is not None:
-        rows, cu_seqlens_q = _used("seqused_q", cu_seqlens_q, seqused_q, total)
+        rows, cu_seqlens_q = _used("seqused_q", seqused_q, cu_seqlens_q, q)
         q = q[rows]
     if seqused_k is not None:
-        keys, cu_seqlens_k = _used("seqused_k", cu_seqlens_k, seqused_k, k.shape[0])
+        keys, cu_seqlens_k = _used("seqused_k", seqused_k, cu_seqlens_k, k)
         k, v = k[keys], v[keys]
     if _is_chunked(attention_chunk):
         options["key_range"] = _packed_chunks(q, k, cu_seqlens_q, cu_seqlens_k, attention_chunk)
@@ -195,31 +197,35 @@ def in_pages(
             options["key_range"] = _paged_range(q.shape[1], used, leftpad, attention_chunk)
         pages = (k_pages, v_pages, page_table, used)
         return attention_paged(q, *pages, return_lse=True, **options)
-    if q.ndim != 3 or cu_seqlens_q.shape != (used.shape[0] + 1,):
+    cu = checked_index("cu_seqlens_q", cu_seqlens_q, q.device, 1, "(B + 1,)")
+    table = checked_index("block_table", page_table, q.device, 2, "(B, max_blocks)")
+    if q.ndim != 3 or not 1 <= cu.shape[0] - 1 == table.shape[0] == used.shape[0]:
         raise ValueError(
-            "q must be (total_q, Hq, D) and cu_seqlens_q (B + 1,) with as many sequences as there are "
-            f"lengths of keys, got {tuple(q.shape)}, {tuple(cu_seqlens_q.shape)}, {tuple(used.shape)}"
+            "q must be (total_q, Hq, D) and cu_seqlens_q (B + 1,), with a block_table of B ≥ 1 rows and "
+            f"as many lengths of keys, got {tuple(q.shape)}, {tuple(cu.shape)}, {tuple(table.shape)} and "
+            f"{tuple(used.shape)}"
         )
-    cu = checked_cu_seqlens("cu_seqlens_q", cu_seqlens_q, q.shape[0])
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    out = q.new_zeros(*q.shape[:2], v_pages.shape[-1])
-    lse = torch.full((q.shape[1], q.shape[0]), -torch.inf, dtype=wide, device=q.device)
+    ends = checked_cu_seqlens("cu_seqlens_q", cu, q.shape[0])
     slopes = options.pop("alibi_slopes", None)
-    for s in range(len(cu) - 1):
-        rows, entry = slice(cu[s], cu[s + 1]), slice(s, s + 1)
-        own = slopes if slopes is None or slopes.ndim == 1 else slopes[entry]
-        out[None, rows], lse[None, :, rows] = in_pages(
-            q[None, rows],
+    parts = [
+        in_pages(
+            q[None, ends[s] : ends[s + 1]],
             k_pages,
             v_pages,
-            page_table[entry],
-            used[entry],
-            leftpad=None if leftpad is None else leftpad[entry],
+            table[s : s + 1],
+            used[s : s + 1],
+            leftpad=None if leftpad is None else leftpad[s : s + 1],
             attention_chunk=attention_chunk,
-            alibi_slopes=own,
+            alibi_slopes=slopes if slopes is None or slopes.ndim == 1 else slopes[s : s + 1],
             **options,
         )
-    return out, lse
+        for s in range(len(ends) - 1)
+    ]
+    rest = q.shape[0] - ends[-1]
+    out = torch.cat([out[0] for out, _ in parts])
+    lse = torch.cat([lse[0] for _, lse in parts], 1)
+    pad = torch.nn.functional.pad
+    return pad(out, (0, 0, 0, 0, 0, rest)), pad(lse, (0, rest), value=-torch.inf)
 
 
 def absorbed(q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -240,11 +246,13 @@ def chunk_of(position: Tensor, size: int) -> tuple[Tensor, Tensor]:
     return start, start + size
 
 
-def place_in_sequences(cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each token that is in a sequence: which sequence, and which place in it."""
-    lengths = cu_seqlens.diff()
-    number = torch.arange(lengths.shape[0], device=cu_seqlens.device).repeat_interleave(lengths)
-    return number, torch.arange(number.shape[0], device=cu_seqlens.device) - cu_seqlens[number]
+def places(name: str, cu_seqlens: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each token of packed t that is in a sequence: which sequence, and which place in it."""
+    cu = checked_index(name, cu_seqlens, t.device, 1, "(B + 1,)")
+    checked_cu_seqlens(name, cu, t.shape[0])
+    lengths = cu.diff()
+    number = torch.arange(lengths.shape[0], device=t.device).repeat_interleave(lengths)
+    return number, torch.arange(number.shape[0], device=t.device) - cu[number]
 
 
 def _returned(out: Tensor, lse: Tensor, probabilities: bool, with_lse: bool) -> Any:
@@ -280,20 +288,20 @@ def _paged_range(
 def _packed_chunks(
     q: Tensor, k: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, size: int
 ) -> tuple[Tensor, Tensor]:
-    checked_cu_seqlens("cu_seqlens_q", cu_seqlens_q, q.shape[0])
-    checked_cu_seqlens("cu_seqlens_k", cu_seqlens_k, k.shape[0])
-    number, index = place_in_sequences(cu_seqlens_q)
+    number, index = places("cu_seqlens_q", cu_seqlens_q, q)
+    places("cu_seqlens_k", cu_seqlens_k, k)
     position = torch.zeros(q.shape[0], dtype=torch.int64, device=q.device)
     position[: number.shape[0]] = index + (cu_seqlens_k.diff() - cu_seqlens_q.diff())[number]
     return chunk_of(position, size)
 
 
-def _used(name: str, cu_seqlens: Tensor, used: Tensor, total: int) -> tuple[Tensor, Tensor]:
-    """The tokens in use, the first `used` of each sequence, and their cu_seqlens."""
-    cu = checked_cu_seqlens(f"cu_seqlens_{name[-1]}", cu_seqlens, total)
-    if used.shape != (len(cu) - 1,) or bool(((used < 0) | (used > cu_seqlens.diff())).any()):
+def _used(name: str, used: Tensor, cu_seqlens: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+    """The tokens of t in use, the first `used` of each sequence, and their cu_seqlens."""
+    number, index = places(f"cu_seqlens_{name[-1]}", cu_seqlens, t)
+    lengths = cu_seqlens.diff()
+    checked_index(name, used, t.device, 1, "(B,)")
+    if used.shape != lengths.shape or bool(((used < 0) | (used > lengths)).any()):
         raise ValueError(f"{name} must hold for each sequence from 0 to its length, got {used}")
-    number, index = place_in_sequences(cu_seqlens)
     tokens = (index < used[number]).nonzero().flatten()
     return tokens, torch.nn.functional.pad(used.cumsum(0), (1, 0))
 
@@ -307,7 +315,8 @@ def _packed_probabilities(
     **options: Any,
 ) -> Tensor:
     """S_dmask of packed sequences: (sequences, Hq, max_seqlen_q, max_seqlen_k)."""
-    (number, row), (_, key) = place_in_sequences(cu_seqlens_q), place_in_sequences(cu_seqlens_k)
+    number, row = places("cu_seqlens_q", cu_seqlens_q, q)
+    _, key = places("cu_seqlens_k", cu_seqlens_k, k)
     most_rows, most_keys = (
         max([hint or 0, *cu.diff().tolist()])
         for hint, cu in zip(hints, (cu_seqlens_q, cu_seqlens_k), strict=True)

@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.arguments import INDEX_DTYPES, paged_problem
-from tilewise.compat.flash_calls import absorbed, in_pages, options_of, place_in_sequences
+from tilewise.arguments import checked_index, paged_problem
+from tilewise.compat.flash_calls import absorbed, in_pages, options_of, places
 from tilewise.compat.rotary import rotated
-from tilewise.spec import checked_cu_seqlens
 
 
 class _Cache(NamedTuple):
@@ -74,15 +73,17 @@ def with_kvcache(
         )
     if block_table is not None and page_table is not None:
         raise ValueError("block_table and page_table must not both be given: they are one argument")
-    if q.ndim != (4 if cu_seqlens_q is None else 3):
-        wanted = "(B, Sq, Hq, D)" if cu_seqlens_q is None else "(total_q, Hq, D) with cu_seqlens_q"
-        raise ValueError(f"q must have shape {wanted}, got {tuple(q.shape)}")
+    _check_shape("q", q, "(B, Sq, Hq, D)" if cu_seqlens_q is None else "(total_q, Hq, D)")
+    for name, t in (("k_cache", k_cache), ("v_cache", v_cache)):
+        _check_shape(name, t, "(entries or blocks, tokens, Hkv, D)")
     table = page_table if block_table is None else block_table
+    if cu_seqlens_q is not None:
+        checked_index("cu_seqlens_q", cu_seqlens_q, q.device, 1, "(B + 1,)")
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     cache = _cache(k_cache, v_cache, table, cache_batch_idx, cache_seqlens, batch)
-    for name, t in (("cache_leftpad", cache_leftpad), ("rotary_seqlens", rotary_seqlens)):
-        if t is not None:
-            _check_per_entry(name, t, batch)
+    for name, given in (("cache_leftpad", cache_leftpad), ("rotary_seqlens", rotary_seqlens)):
+        if given is not None:
+            _check_per_entry(name, given, batch, q.device)
     rows = q if cu_seqlens_q is None else q[:0].expand(batch, *q[:0].shape)
     paged_problem(rows, *cache, **options)  # raises before the cache is written
 
@@ -126,32 +127,39 @@ def _cache(
         entries = (
             torch.arange(batch, device=k.device) if cache_batch_idx is None else cache_batch_idx
         )
-        _check_per_entry("cache_batch_idx", entries, batch)
+        _check_per_entry("cache_batch_idx", entries, batch, k.device)
         table = entries.unsqueeze(1)
-    if not isinstance(cache_seqlens, Tensor):
-        length = table.shape[-1] * k.shape[1] if cache_seqlens is None else cache_seqlens
-        cache_seqlens = torch.full((batch,), length, dtype=torch.int32, device=k.device)
-    _check_per_entry("cache_seqlens", cache_seqlens, batch)
+    if checked_index("block_table", table, k.device, 2, "(B, max_blocks)").shape[0] != batch:
+        raise ValueError(f"block_table must have B = {batch} rows, got {tuple(table.shape)}")
+    if cache_seqlens is None:
+        cache_seqlens = table.shape[-1] * k.shape[1]
+    if isinstance(cache_seqlens, int):
+        cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=k.device)
+    _check_per_entry("cache_seqlens", cache_seqlens, batch, k.device)
     return _Cache(k, v, table, cache_seqlens)
 
 
-def _check_per_entry(name: str, t: Tensor, batch: int) -> None:
-    if t.dtype not in INDEX_DTYPES or t.shape != (batch,):
-        raise ValueError(
-            f"{name} must be an int32 or int64 tensor (B,) = ({batch},), got {t.dtype} {tuple(t.shape)}"
-        )
+def _check_shape(name: str, t: Tensor, shape: str) -> None:
+    if not isinstance(t, Tensor) or t.ndim != shape.count(",") + 1:
+        got = tuple(t.shape) if isinstance(t, Tensor) else type(t).__name__
+        raise ValueError(f"{name} must be a tensor {shape}, got {got}")
+
+
+def _check_per_entry(name: str, t: Tensor, batch: int, device: torch.device) -> None:
+    if checked_index(name, t, device, 1, "(B,)").shape != (batch,):
+        raise ValueError(f"{name} must have shape (B,) = ({batch},), got {tuple(t.shape)}")
 
 
 def _place(name: str, t: Tensor, cu_name: str, cu_seqlens: Tensor | None, batch: int) -> _Place:
     if cu_seqlens is not None:
-        if t.ndim != 3 or cu_seqlens.shape != (batch + 1,):
+        _check_shape(name, t, "(total, H, D)")
+        if checked_index(cu_name, cu_seqlens, t.device, 1, "(B + 1,)").shape[0] != batch + 1:
             raise ValueError(
-                f"{name} must have shape (total, H, D), and {cu_name} (B + 1,) with B = {batch}, got "
-                f"{tuple(t.shape)} and {tuple(cu_seqlens.shape)}"
+                f"{cu_name} must have B + 1 = {batch + 1} entries, got {cu_seqlens.shape[0]}"
             )
-        checked_cu_seqlens(cu_name, cu_seqlens, t.shape[0])
-        return _Place(*place_in_sequences(cu_seqlens))
-    if t.ndim != 4 or t.shape[0] != batch:
+        return _Place(*places(cu_name, cu_seqlens, t))
+    _check_shape(name, t, "(B, S, H, D)")
+    if t.shape[0] != batch:
         raise ValueError(
             f"{name} must have shape (B, S, H, D) with B = {batch}, got {tuple(t.shape)}"
         )
