@@ -50,6 +50,11 @@ def unsupported(problem: Problem) -> list[str]:
     tokens = max(t.shape[0] if problem.packed else t.shape[1] for t in (q, k))
     if tokens > _LARGEST_COUNT:
         reasons.append(f"sequences go up to {_LARGEST_COUNT} tokens, got {tokens}")
+    single = problem.scores.mask is not None or problem.key_range is not None
+    if q.dtype == torch.float64 and single and not interpreted():
+        reasons.append("Triton's compiler fails on float64 with a mask or key_range")
+    if q.dtype == torch.bfloat16 and interpreted():
+        reasons.append("Triton's interpreter computes bfloat16 wrongly")
     if q.device.type == "cuda" and torch.version.cuda is not None:
         reasons += _too_old(torch.cuda.get_device_capability(q.device), q.dtype)
     return reasons
