@@ -267,7 +267,11 @@ def _tile(problem: Problem, chosen: Config) -> Any:
 
     d, dv = problem.q.shape[-1], problem.v.shape[-1]
     sides = (chosen.block_q, chosen.block_k, d, dv, _power_of_two(d), _power_of_two(dv))
-    return Tile(*map(constexpr, (*sides, _precision(problem.q))))
+    ragged: tuple[bool, ...] = (True, True)
+    if problem.packed is None:
+        lengths = (problem.q.shape[1], problem.k.shape[1])
+        ragged = tuple(n % block != 0 for n, block in zip(lengths, sides[:2], strict=True))
+    return Tile(*map(constexpr, (*sides, _precision(problem.q), *ragged)))
 
 
 def _precision(q: Tensor) -> str:

@@ -121,7 +121,8 @@ class Spec(NamedTuple):
 
 class Tile(NamedTuple):
     """Sides of a tile, all constexpr: BLOCK_Q queries, BLOCK_K keys; D and DV, and the powers of two that
-    hold them; PRECISION of products of float32."""
+    hold them; PRECISION of products of float32; RAGGED_Q, RAGGED_K: the last tile of a sequence may reach
+    past its end."""
 
     BLOCK_Q: Any
     BLOCK_K: Any
@@ -130,6 +131,8 @@ class Tile(NamedTuple):
     BLOCK_D: Any
     BLOCK_DV: Any
     PRECISION: Any
+    RAGGED_Q: Any
+    RAGGED_K: Any
 
 
 class Place(NamedTuple):
