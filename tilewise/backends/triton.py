@@ -111,9 +111,7 @@ def backward(
     spec, device = _spec(problem), q.device
     if lse.numel():
         _delta(kernels.delta_kernel, result.out, dout, dlse, delta)
-    saved = kernels.Saved(_lines(lse), _lines(delta))
-    dout_tokens = _tokens(dout)
-    operands = (*map(_tokens, (q, k, v)), dout_tokens, saved)
+    operands = (*map(_tokens, (q, k, v, dout)), _lines(lse), _lines(delta))
 
     bias = s.bias if bias_grad else None
     per_row = bias is not None and bias.shape[-1] == 1
@@ -127,8 +125,8 @@ def backward(
         chosen = _config(problem, "queries")
         grid = _tiles(problem, chosen.block_q, "q") * q.shape[-2]
         given = {name: None if t is None else _lines(t) for name, t in sums.items()}
-        wanted = any(t is not None for t in sums.values())
-        rows = kernels.Sums(**given, dlse=None if dlse is None else _lines(dlse)) if wanted else None
+        wanted = kernels.constexpr(any(t is not None for t in sums.values()))
+        rows = kernels.Sums(**given, dlse=None if dlse is None else _lines(dlse), WANTED=wanted)
         tile = _tile(problem, chosen)
         _launch(kernels.queries_kernel, grid, chosen, device, *operands, _tokens(dq), rows, spec, tile)
     key_sums = None
@@ -275,9 +273,10 @@ def _spec(problem: Problem) -> Any:
         sizes,
         band,
         _scores(problem),
-        None if key_range is None else score.KeyRange(*map(_row_lines, key_range)),
+        *((None, None) if key_range is None else map(_row_lines, key_range)),
         None if dropout is None else _dropout(dropout.p, dropout.seed),
         None if packed is None else _packed(*packed[:2]),
+        score.constexpr(problem.scores.mask is not None or problem.scores.bias is not None),
     )
 
 
@@ -297,13 +296,12 @@ def _scores(problem: Problem) -> Any:
     return score.Scores(
         scale=number(s.scale),
         unit=number(s.scale * _LOG2E) if folded else score.LOG2E,
-        FOLDED=score.constexpr(folded),
-        HIDES=score.constexpr(s.mask is not None or s.bias is not None),
         softcap=None if s.softcap is None else number(s.softcap),
         slopes=slopes,
         bias=None if s.bias is None else _grid(s.bias),
         mask=None if s.mask is None else _grid(s.mask),
         sinks=None if s.sinks is None else s.sinks.contiguous(),
+        FOLDED=score.constexpr(folded),
     )
 
 
@@ -346,12 +344,12 @@ def _row_lines(t: Tensor) -> Any:
 
 def _grid(t: Tensor) -> Any:
     """(B, Hq, Sq, Sk), packed (Hq, total_q, columns), each or 1."""
-    from tilewise.kernels.score import Grid
+    from tilewise.kernels.score import Grid, constexpr
 
-    strides = [None if n == 1 else stride for n, stride in zip(t.shape, t.stride(), strict=True)]
-    batch = strides[0] if t.ndim == 4 else None
-    head, row, column = strides[-3:]
-    return Grid(t, batch or 0, head or 0, row, column, t.shape[-1])
+    strides = [0 if n == 1 else stride for n, stride in zip(t.shape, t.stride(), strict=True)]
+    batch = strides[0] if t.ndim == 4 else 0
+    by_row, by_column = (constexpr(n != 1) for n in t.shape[-2:])
+    return Grid(t, batch, *strides[-3:], t.shape[-1], by_row, by_column)
 
 
 # ------------------------------------------------------------------ gradients of what is shared

@@ -14,10 +14,10 @@ import triton.language as tl
 from tilewise.kernels.score import (
     LOG2E,
     NEG_INF,
-    Lines,
     add_product,
     bounds,
     bounds_of_keys,
+    constexpr,
     distance,
     grid_tile,
     interval,
@@ -35,20 +35,15 @@ from tilewise.kernels.score import (
 )
 
 
-class Saved(NamedTuple):
-    """What the forward pass left, and delta = rowsum(dout ∘ out) − dlse."""
-
-    lse: Any
-    delta: Any
-
-
 class Sums(NamedTuple):
-    """Per row: the shares of bias, slopes and sinks in their gradients; None where there are none."""
+    """Per row: the shares of bias, slopes and sinks in their gradients, None where there are none.
+    WANTED: there is one at least."""
 
     bias: Any
     slopes: Any
     sinks: Any
     dlse: Any
+    WANTED: Any
 
 
 class Queries(NamedTuple):
@@ -104,22 +99,22 @@ def delta_kernel(out, dout, dlse, delta, rows, heads, DV: tl.constexpr, BLOCK: t
 
 
 @triton.jit
-def queries_of(q, dout, saved, at, head, numbers, spec, tile, EDGE: tl.constexpr):
+def queries_of(q, dout, lse, delta, at, head, numbers, spec, tile, EDGE: tl.constexpr):
     """The tile of queries of a head. EDGE: it may reach past the last row, and rows that see nothing are
     read as 0."""
     rows = interval(numbers, at, spec)
-    lse = line(saved.lse, at, head, at.start_q, numbers)
-    delta = line(saved.delta, at, head, at.start_q, numbers)
+    of_lse = line(lse, at, head, at.start_q, numbers)
+    of_delta = line(delta, at, head, at.start_q, numbers)
     if EDGE:
         inside = numbers < at.sq
-        lse = tl.load(lse, mask=inside, other=NEG_INF)
-        alive = (rows.hi > rows.lo) & (lse != NEG_INF)
-        delta = tl.load(delta, mask=inside & alive, other=0.0)
+        base = tl.load(of_lse, mask=inside, other=NEG_INF)
+        alive = (rows.hi > rows.lo) & (base != NEG_INF)
+        missing = tl.load(of_delta, mask=inside & alive, other=0.0)
     else:
-        lse = tl.load(lse)
+        base = tl.load(of_lse)
         alive = None
-        delta = tl.load(delta)
-    base = tl.where(lse == NEG_INF, float("inf"), lse * LOG2E if spec.scores.FOLDED else lse)
+        missing = tl.load(of_delta)
+    base = tl.where(base == NEG_INF, float("inf"), base * LOG2E if spec.scores.FOLDED else base)
     columns = tl.arange(0, tile.BLOCK_D)
     columns_v = tl.arange(0, tile.BLOCK_DV)
     return Queries(
@@ -127,7 +122,7 @@ def queries_of(q, dout, saved, at, head, numbers, spec, tile, EDGE: tl.constexpr
         load_rows(tile_pointers(dout, at, head, at.start_q, numbers, columns_v), alive, tile.DV),
         rows,
         base,
-        delta,
+        missing,
     )
 
 
@@ -171,7 +166,7 @@ def scored(s, dp, x, j, allowed, bias, at, head, spec, tile, EDGE: tl.constexpr,
 
 
 @triton.jit
-def queries_kernel(q, k, v, dout, saved, dq, sums, spec, tile):
+def queries_kernel(q, k, v, dout, lse, delta, dq, sums, spec, tile):
     """dq, and per row the shares of bias, slopes and sinks. Grid: (tiles · heads · batch entries,)."""
     tiles = tl.cdiv(spec.sizes.sq, tile.BLOCK_Q)
     if spec.packed is not None:
@@ -185,7 +180,7 @@ def queries_kernel(q, k, v, dout, saved, dq, sums, spec, tile):
         return
     kv_head = head // spec.sizes.groups
     numbers = i0 + tl.arange(0, tile.BLOCK_Q)
-    x = queries_of(q, dout, saved, at, head, numbers, spec, tile, True)
+    x = queries_of(q, dout, lse, delta, at, head, numbers, spec, tile, True)
     keys = tl.arange(0, tile.BLOCK_K)
     columns = tl.arange(0, tile.BLOCK_D)
     y = Keys(
@@ -195,17 +190,17 @@ def queries_kernel(q, k, v, dout, saved, dq, sums, spec, tile):
         v.row,
     )
     edges = bounds(i0, tl.minimum(i0 + tile.BLOCK_Q, at.sq), numbers, at, spec)
-    edges = walks(edges, tile.BLOCK_K, spec.scores.HIDES)
+    edges = walks(edges, tile.BLOCK_K, spec.HIDES)
     acc = tl.zeros([tile.BLOCK_Q, tile.BLOCK_D], x.base.dtype)
     sum_ds = tl.zeros([tile.BLOCK_Q], x.base.dtype)
     sum_p_far = sum_ds
     sum_ds_far = sum_ds
-    if spec.scores.HIDES or (spec.band.left is not None) or (spec.key_range is not None):
+    if spec.HIDES or (spec.band.left is not None) or (spec.key_start is not None):
         for j in range(edges.first, edges.full_first, tile.BLOCK_K):
             acc, sum_ds, sum_p_far, sum_ds_far = _query_step(
                 acc, sum_ds, sum_p_far, sum_ds_far, x, y, j, at, head, sums, spec, tile, True
             )
-    if not spec.scores.HIDES:
+    if not spec.HIDES:
         for j in range(edges.full_first, edges.full_last, tile.BLOCK_K):
             acc, sum_ds, sum_p_far, sum_ds_far = _query_step(
                 acc, sum_ds, sum_p_far, sum_ds_far, x, y, j, at, head, sums, spec, tile, False
@@ -220,7 +215,7 @@ def queries_kernel(q, k, v, dout, saved, dq, sums, spec, tile):
         (acc * spec.scores.scale).to(dq.data.dtype.element_ty),
         mask=inside[:, None] & (columns < tile.D)[None, :],
     )
-    if sums is not None:
+    if sums.WANTED:
         _store_sums(sums, x, sum_ds, sum_p_far, sum_ds_far, inside, at, head, spec)
 
 
@@ -261,7 +256,7 @@ def _query_tile(
     dp = product(x.dout, tl.trans(v_tile), tile.PRECISION)
     g = scored(s, dp, x, j, allowed, bias, at, head, spec, tile, EDGE, False)
     acc = add_product(acc, g.draw.to(k_tile.dtype), k_tile, tile.PRECISION)
-    if sums is not None:
+    if sums.WANTED:
         sum_ds += tl.sum(g.ds, 1)
         if spec.scores.slopes is not None:
             far = distance(at, across, along).to(acc.dtype)
@@ -304,7 +299,7 @@ def _store_sums(sums, x, sum_ds, sum_p_far, sum_ds_far, inside, at, head, spec):
 
 
 @triton.jit
-def keys_kernel(q, k, v, dout, saved, dk, dv, bias_sums, spec, tile):
+def keys_kernel(q, k, v, dout, lse, delta, dk, dv, bias_sums, spec, tile):
     """dk and dv, and per key and query head the shares of a bias. Grid: (tiles · key heads · batch,)."""
     tiles = tl.cdiv(spec.sizes.sk, tile.BLOCK_K)
     if spec.packed is not None:
@@ -320,10 +315,10 @@ def keys_kernel(q, k, v, dout, saved, dk, dv, bias_sums, spec, tile):
     k_pointers = tile_pointers(k, at, kv_head, at.start_k, keys, tl.arange(0, tile.BLOCK_D))
     v_pointers = tile_pointers(v, at, kv_head, at.start_k, keys, tl.arange(0, tile.BLOCK_DV))
     y = Keys(load_rows(k_pointers, inside, tile.D), load_rows(v_pointers, inside, tile.DV), None, None)
-    ALL_EDGE: tl.constexpr = spec.scores.HIDES or (spec.key_range is not None)
+    ALL_EDGE: tl.constexpr = spec.HIDES or (spec.key_start is not None)
     edges = bounds_of_keys(j0, tl.minimum(j0 + tile.BLOCK_K, at.sk), at, spec)
     edges = walks(edges, tile.BLOCK_Q, ALL_EDGE)
-    ACC: tl.constexpr = saved.delta.data.dtype.element_ty
+    ACC: tl.constexpr = delta.data.dtype.element_ty
     dk_acc = tl.zeros([tile.BLOCK_K, tile.BLOCK_D], ACC)
     dv_acc = tl.zeros([tile.BLOCK_K, tile.BLOCK_DV], ACC)
     for member in range(spec.sizes.groups):
@@ -332,16 +327,16 @@ def keys_kernel(q, k, v, dout, saved, dk, dv, bias_sums, spec, tile):
         if ALL_EDGE or (spec.band.right is not None):
             for i in range(edges.first, edges.full_first, tile.BLOCK_Q):
                 dk_acc, dv_acc, sum_ds = _key_step(
-                    dk_acc, dv_acc, sum_ds, q, dout, saved, y, i, j0, at, head, bias_sums, spec, tile, True
+                    dk_acc, dv_acc, sum_ds, q, dout, lse, delta, y, i, j0, at, head, bias_sums, spec, tile, True
                 )
         if not ALL_EDGE:
             for i in range(edges.full_first, edges.full_last, tile.BLOCK_Q):
                 dk_acc, dv_acc, sum_ds = _key_step(
-                    dk_acc, dv_acc, sum_ds, q, dout, saved, y, i, j0, at, head, bias_sums, spec, tile, False
+                    dk_acc, dv_acc, sum_ds, q, dout, lse, delta, y, i, j0, at, head, bias_sums, spec, tile, False
                 )
             for i in range(edges.full_last, edges.last, tile.BLOCK_Q):
                 dk_acc, dv_acc, sum_ds = _key_step(
-                    dk_acc, dv_acc, sum_ds, q, dout, saved, y, i, j0, at, head, bias_sums, spec, tile, True
+                    dk_acc, dv_acc, sum_ds, q, dout, lse, delta, y, i, j0, at, head, bias_sums, spec, tile, True
                 )
         if bias_sums is not None:
             tl.store(line(bias_sums, at, head, at.start_k, keys), sum_ds, mask=inside)
@@ -361,12 +356,12 @@ def keys_kernel(q, k, v, dout, saved, dk, dv, bias_sums, spec, tile):
 
 @triton.jit
 def _key_step(
-    dk_acc, dv_acc, sum_ds, q, dout, saved, y, i, j0, at, head, bias_sums, spec, tile, EDGE: tl.constexpr
+    dk_acc, dv_acc, sum_ds, q, dout, lse, delta, y, i, j0, at, head, bias_sums, spec, tile, EDGE: tl.constexpr
 ):  # fmt: skip
     numbers = i + tl.arange(0, tile.BLOCK_Q)
-    if (spec.scores.mask is None) and (spec.key_range is None):
+    if (spec.scores.mask is None) and (spec.key_start is None):
         dk_acc, dv_acc, sum_ds = _key_tile(
-            dk_acc, dv_acc, sum_ds, q, dout, saved, y, numbers, j0, None, at, head, bias_sums, spec, tile, EDGE
+            dk_acc, dv_acc, sum_ds, q, dout, lse, delta, y, numbers, j0, None, at, head, bias_sums, spec, tile, EDGE
         )  # fmt: skip
     else:
         across = numbers[None, :]
@@ -377,7 +372,7 @@ def _key_step(
         seen = seen_by(interval(numbers, at, spec), across, along, allowed, None, True)
         if tl.max(seen.to(tl.int32)) > 0:
             dk_acc, dv_acc, sum_ds = _key_tile(
-                dk_acc, dv_acc, sum_ds, q, dout, saved, y, numbers, j0, allowed, at, head, bias_sums, spec,
+                dk_acc, dv_acc, sum_ds, q, dout, lse, delta, y, numbers, j0, allowed, at, head, bias_sums, spec,
                 tile, EDGE,
             )  # fmt: skip
     return dk_acc, dv_acc, sum_ds
@@ -385,10 +380,10 @@ def _key_step(
 
 @triton.jit
 def _key_tile(
-    dk_acc, dv_acc, sum_ds, q, dout, saved, y, numbers, j0, allowed, at, head, bias_sums, spec, tile,
+    dk_acc, dv_acc, sum_ds, q, dout, lse, delta, y, numbers, j0, allowed, at, head, bias_sums, spec, tile,
     EDGE: tl.constexpr,
 ):  # fmt: skip
-    x = queries_of(q, dout, saved, at, head, numbers, spec, tile, EDGE)
+    x = queries_of(q, dout, lse, delta, at, head, numbers, spec, tile, EDGE)
     bias = None
     if spec.scores.bias is not None:
         along = (j0 + tl.arange(0, tile.BLOCK_K))[:, None]
@@ -407,7 +402,7 @@ def _key_tile(
 
 
 @triton.jit
-def bias_kernel(q, k, v, dout, saved, dbias, batches, heads, spec, tile):
+def bias_kernel(q, k, v, dout, lse, delta, dbias, batches, heads, spec, tile):
     """The gradient of a bias with rows and columns: the sum over `batches` batch entries and `heads` heads
     that share it. Grid: (tiles of columns · tiles of rows · heads and batch entries of the bias,)."""
     key_tiles = tl.cdiv(dbias.columns, tile.BLOCK_K)
@@ -425,11 +420,11 @@ def bias_kernel(q, k, v, dout, saved, dbias, batches, heads, spec, tile):
         return
     numbers = at.tile_start + tl.arange(0, tile.BLOCK_Q)
     keys = j0 + tl.arange(0, tile.BLOCK_K)
-    acc = tl.zeros([tile.BLOCK_Q, tile.BLOCK_K], saved.delta.data.dtype.element_ty)
+    acc = tl.zeros([tile.BLOCK_Q, tile.BLOCK_K], delta.data.dtype.element_ty)
     for sharer in range(batches * heads):
         head = owner + sharer % heads
         here = place(number, owner_batch + sharer // heads, spec, tile.BLOCK_Q, False)
-        acc = _bias_tile(acc, q, k, v, dout, saved, numbers, keys, j0, here, head, spec, tile)
+        acc = _bias_tile(acc, q, k, v, dout, lse, delta, numbers, keys, j0, here, head, spec, tile)
     base = dbias.data + at.start_q * dbias.row
     base += owner_batch.to(tl.int64) * dbias.batch + owner.to(tl.int64) * dbias.head
     offsets = numbers.to(tl.int64)[:, None] * dbias.row + keys.to(tl.int64)[None, :] * dbias.column
@@ -438,7 +433,7 @@ def bias_kernel(q, k, v, dout, saved, dbias, batches, heads, spec, tile):
 
 
 @triton.jit
-def _bias_tile(acc, q, k, v, dout, saved, numbers, keys, j0, at, head, spec, tile):
+def _bias_tile(acc, q, k, v, dout, lse, delta, numbers, keys, j0, at, head, spec, tile):
     across, along = numbers[:, None], keys[None, :]
     allowed = None
     if spec.scores.mask is not None:
@@ -447,7 +442,7 @@ def _bias_tile(acc, q, k, v, dout, saved, numbers, keys, j0, at, head, spec, til
     wanted = tl.max(seen.to(tl.int32), 0) > 0
     if tl.max(wanted.to(tl.int32)) > 0:
         bias = grid_tile(spec.scores.bias, at, head, across, along, NEG_INF).to(acc.dtype)
-        x = queries_of(q, dout, saved, at, head, numbers, spec, tile, True)
+        x = queries_of(q, dout, lse, delta, at, head, numbers, spec, tile, True)
         kv_head = head // spec.sizes.groups
         columns = tl.arange(0, tile.BLOCK_D)
         columns_v = tl.arange(0, tile.BLOCK_DV)

@@ -70,16 +70,16 @@ def forward_kernel(q, k, v, out, lse, spec, tile):
     )
     rows = interval(numbers, at, spec)
     edges = bounds(i0, tl.minimum(i0 + tile.BLOCK_Q, at.sq), numbers, at, spec)
-    edges = walks(edges, tile.BLOCK_K, spec.scores.HIDES)
+    edges = walks(edges, tile.BLOCK_K, spec.HIDES)
 
     ACC: tl.constexpr = tl.float64 if x.q.dtype == tl.float64 else tl.float32
     m = tl.full([tile.BLOCK_Q], NEG_INF, ACC)
     l = tl.zeros([tile.BLOCK_Q], ACC)
     acc = tl.zeros([tile.BLOCK_Q, tile.BLOCK_DV], ACC)
-    if spec.scores.HIDES or (spec.band.left is not None) or (spec.key_range is not None):
+    if spec.HIDES or (spec.band.left is not None) or (spec.key_start is not None):
         for j in range(edges.first, edges.full_first, tile.BLOCK_K):
             acc, l, m = _step(acc, l, m, x, rows, j, at, head, spec, tile, True)
-    if not spec.scores.HIDES:
+    if not spec.HIDES:
         for j in range(edges.full_first, edges.full_last, tile.BLOCK_K):
             acc, l, m = _step(acc, l, m, x, rows, j, at, head, spec, tile, False)
         for j in range(edges.full_last, edges.last, tile.BLOCK_K):

@@ -98,7 +98,7 @@ def give_back(ring, count):
 @gluon.jit
 def word_ring(SLOTS: gl.constexpr, CONSUMERS: gl.constexpr):
     """A ring of one int32 per slot."""
-    data = gl.allocate_shared_memory(gl.int32, [SLOTS, 1], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    data = gl.allocate_shared_memory(gl.int32, [SLOTS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     return ring_of(data, SLOTS, CONSUMERS)
 
 

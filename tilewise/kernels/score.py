@@ -1,8 +1,11 @@
 """The device twins of `spec.py`: which keys a row sees, and how a logit comes about.
 
 Kernels take these values as they are: a field that is None is not there at compile time and costs
-nothing. Strides count elements; those of a broadcast dimension are None (or 0, where reading the same
-number again costs nothing). Offsets from a tensor's start are 64-bit.
+nothing. Strides count elements, 0 where a dimension broadcasts. Offsets from a tensor's start are 64-bit.
+
+Traps of the compiler (3.6): `x is None` fails for a struct x that has fields which are None; a struct
+that is assigned to a name loses its constexpr fields; one that holds structs must end with a constexpr
+field, or loops forget those of the inner ones. Hence flags in capitals, last, and long dotted names.
 
 A tile of scores is [queries, keys] or, TRANSPOSED, [keys, queries]; `across` and `along` below hold the
 rows and keys of a tile, shaped so that they broadcast to it.
@@ -40,14 +43,19 @@ class Lines(NamedTuple):
 
 
 class Grid(NamedTuple):
-    """mask, bias and its gradient: (B, Hq, Sq, Sk), packed (Hq, total_q, columns)."""
+    """mask, bias and its gradient: (B, Hq, Sq, Sk), packed (Hq, total_q, columns).
+
+    Of those with one row or column for all, ROWS or COLUMNS is False.
+    """
 
     data: Any
     batch: int
     head: int
-    row: int | None
-    column: int | None
+    row: int
+    column: int
     columns: int
+    ROWS: Any
+    COLUMNS: Any
 
 
 class Band(NamedTuple):
@@ -56,28 +64,21 @@ class Band(NamedTuple):
     bottom_right: Any
 
 
-class KeyRange(NamedTuple):
-    start: Lines
-    end: Lines
-
-
 class Scores(NamedTuple):
     """`scale` is the number that a raw product is multiplied by to give a logit in units of `unit`,
     such that probabilities are 2^(unit · (logit − m)).
 
     FOLDED: logits stay raw products, unit holds the scale, and unit · m is what is carried.
-    HIDES: a mask or bias may hide single entries, wherever they are.
     """
 
     scale: Any
     unit: Any
-    FOLDED: Any
-    HIDES: Any
     softcap: Any
     slopes: Lines | None
     bias: Grid | None
     mask: Grid | None
     sinks: Any
+    FOLDED: Any
 
 
 class Dropout(NamedTuple):
@@ -106,14 +107,16 @@ class Sizes(NamedTuple):
 
 
 class Spec(NamedTuple):
-    """What is computed, apart from the operands."""
+    """What is computed, apart from the operands. HIDES: a mask or bias may hide single entries."""
 
     sizes: Sizes
     band: Band
     scores: Scores
-    key_range: KeyRange | None
+    key_start: Lines | None
+    key_end: Lines | None
     dropout: Dropout | None
     packed: Packed | None
+    HIDES: Any
 
 
 class Tile(NamedTuple):
@@ -178,10 +181,9 @@ def place(tile, batch, spec, BLOCK: tl.constexpr, KEYS: tl.constexpr):
     sequences, in which case sequence s begins with tile cu_seqlens[s] // BLOCK + s: that leaves each at
     least the tiles it needs. Behind the last sequence come the tokens that belong to none.
     """
-    sizes = spec.sizes
     if spec.packed is None:
-        sq = sizes.sq + 0
-        sk = sizes.sk + 0
+        sq = spec.sizes.sq
+        sk = spec.sizes.sk
         number = batch
         real = True
         start_q = tl.zeros([], tl.int64)
@@ -189,20 +191,18 @@ def place(tile, batch, spec, BLOCK: tl.constexpr, KEYS: tl.constexpr):
         first_tile = 0
         batch = batch.to(tl.int64)
     else:
-        packed = spec.packed
-        cu = packed.cu_seqlens_k if KEYS else packed.cu_seqlens_q
-        total = sizes.sk if KEYS else sizes.sq
+        cu = spec.packed.cu_seqlens_k if KEYS else spec.packed.cu_seqlens_q
         before = tl.zeros([], tl.int32)
-        for chunk in range(0, packed.count, packed.SEARCH):
-            candidate = chunk + 1 + tl.arange(0, packed.SEARCH)
-            inside = candidate <= packed.count
+        for chunk in range(0, spec.packed.count, spec.packed.SEARCH):
+            candidate = chunk + 1 + tl.arange(0, spec.packed.SEARCH)
+            inside = candidate <= spec.packed.count
             start = tl.load(cu + candidate, mask=inside, other=0).to(tl.int32)
             before += tl.sum((inside & (start // BLOCK + candidate <= tile)).to(tl.int32))
         number = before
-        real = number < packed.count
+        real = number < spec.packed.count
         # Lengths that do not fit cannot be refused without waiting for the device: they are clipped.
-        start_q, sq = _span(packed.cu_seqlens_q, number, real, sizes.sq)
-        start_k, sk = _span(packed.cu_seqlens_k, number, real, sizes.sk)
+        start_q, sq = _span(spec.packed.cu_seqlens_q, number, real, spec.sizes.sq)
+        start_k, sk = _span(spec.packed.cu_seqlens_k, number, real, spec.sizes.sk)
         if KEYS:
             sq = tl.where(real, sq, 0)
             first_tile = start_k // BLOCK + number
@@ -251,13 +251,13 @@ def tile_pointers(t, at, head, start, rows, columns):
 def interval(rows, at, spec):
     """Rows with the keys lo ≤ j < hi that they see, within 0 … Sk (spec.Problem.interval)."""
     position = rows + at.offset
-    lo = rows * 0  # not zeros_like: in Gluon tensors have layouts
+    lo = tl.zeros_like(rows)
     hi = lo + at.sk
     if spec.band.left is not None:
         lo = tl.maximum(lo, position - spec.band.left)
     if spec.band.right is not None:
         hi = tl.minimum(hi, position + spec.band.right + 1)
-    if spec.key_range is not None:
+    if spec.key_start is not None:
         start, end = _key_range(rows, at, spec)
         lo = tl.maximum(lo, start)
         hi = tl.minimum(hi, end)
@@ -267,8 +267,8 @@ def interval(rows, at, spec):
 @triton.jit
 def _key_range(rows, at, spec):
     inside = rows < at.sq
-    start = line(spec.key_range.start, at, 0, at.start_q, rows)
-    end = line(spec.key_range.end, at, 0, at.start_q, rows)
+    start = line(spec.key_start, at, 0, at.start_q, rows)
+    end = line(spec.key_end, at, 0, at.start_q, rows)
     start = tl.load(start, mask=inside, other=0).to(tl.int64)
     end = tl.load(end, mask=inside, other=0).to(tl.int64)
     start = tl.minimum(tl.maximum(start, 0), at.sk).to(tl.int32)
@@ -288,7 +288,7 @@ def bounds(i0, i1, rows, at, spec):
     if spec.band.right is not None:
         full_last = i0 + at.offset + spec.band.right + 1
         last = i1 + at.offset + spec.band.right
-    if spec.key_range is not None:
+    if spec.key_start is not None:
         start, end = _key_range(rows, at, spec)
         inside = (rows >= i0) & (rows < i1)
         first = tl.maximum(first, tl.min(tl.where(inside, start, at.sk), 0))
@@ -381,19 +381,19 @@ def load_rows(pointers, wanted, WIDTH: tl.constexpr):
 def grid_tile(t, at, head, across, along, other):
     """The part of a `Grid` beside a tile, 1 wide where it is broadcast; `other` where it has no part."""
     base = t.data + at.batch * t.batch + head.to(tl.int64) * t.head
-    if t.row is not None:
+    if t.ROWS:
         base += at.start_q * t.row
     columns = tl.minimum(at.sk, t.columns)
-    if (t.row is None) and (t.column is None):
-        tile = tl.load(base)
-    elif t.row is None:
-        tile = tl.load(base + along.to(tl.int64) * t.column, mask=along < columns, other=other)
-    elif t.column is None:
-        tile = tl.load(base + across.to(tl.int64) * t.row, mask=across < at.sq, other=other)
-    else:
+    if t.ROWS and t.COLUMNS:
         inside = (across < at.sq) & (along < columns)
         offsets = across.to(tl.int64) * t.row + along.to(tl.int64) * t.column
         tile = tl.load(base + offsets, mask=inside, other=other)
+    elif t.ROWS:
+        tile = tl.load(base + across.to(tl.int64) * t.row, mask=across < at.sq, other=other)
+    elif t.COLUMNS:
+        tile = tl.load(base + along.to(tl.int64) * t.column, mask=along < columns, other=other)
+    else:
+        tile = tl.load(base)
     return tile
 
 
@@ -401,15 +401,14 @@ def grid_tile(t, at, head, across, along, other):
 def logits(products, at, head, across, along, bias, spec):
     """Logits from raw products, in this order: scale, softcap, alibi, bias."""
     s = products
-    scores = spec.scores
-    if not scores.FOLDED:
-        s = s * scores.scale
+    if not spec.scores.FOLDED:
+        s = s * spec.scores.scale
     t = s
-    if scores.softcap is not None:
+    if spec.scores.softcap is not None:
         # 1 − 2 / (e^2x + 1): accurate to the last bits of 1, which is what the cap is a multiple of.
-        t = 1.0 - 2.0 / (tl.math.exp2(s * (2.0 * LOG2E / scores.softcap)) + 1.0)
-        s = t * scores.softcap
-    if scores.slopes is not None:
+        t = 1.0 - 2.0 / (tl.math.exp2(s * (2.0 * LOG2E / spec.scores.softcap)) + 1.0)
+        s = t * spec.scores.softcap
+    if spec.scores.slopes is not None:
         s = s - slope_of(at, head, spec, s.dtype) * distance(at, across, along).to(s.dtype)
     if bias is not None:
         s = s + bias
@@ -418,8 +417,8 @@ def logits(products, at, head, across, along, bias, spec):
 
 @triton.jit
 def slope_of(at, head, spec, dtype: tl.constexpr):
-    slopes = spec.scores.slopes
-    return tl.load(slopes.data + at.number.to(tl.int64) * slopes.batch + head * slopes.head).to(dtype)
+    place_in = at.number.to(tl.int64) * spec.scores.slopes.batch + head * spec.scores.slopes.head
+    return tl.load(spec.scores.slopes.data + place_in).to(dtype)
 
 
 @triton.jit
