@@ -254,14 +254,20 @@ def _consume(views, shared, lse, spec, walk, offset, tile, GROUP: gl.constexpr):
         o = gl.zeros([GROUP_ROWS, tile.BLOCK_DV], gl.float32, product_layout(tile.BLOCK_DV))
         if RIGHT:
             for block in range(last - 1, full_last - 1, -1):
-                o, p, l, m = _step(o, p, l, m, q, shared, count, rows, work, block, spec, tile, GROUP, True)
+                o, p, l, m = _step(
+                    o, p, l, m, q, shared, count, rows, work, block, spec, tile, GROUP, True
+                )
                 count += 1
         for block in range(full_last - 1, full_first - 1, -1):
-            o, p, l, m = _step(o, p, l, m, q, shared, count, rows, work, block, spec, tile, GROUP, False)
+            o, p, l, m = _step(
+                o, p, l, m, q, shared, count, rows, work, block, spec, tile, GROUP, False
+            )
             count += 1
         if LEFT:
             for block in range(full_first - 1, -1, -1):
-                o, p, l, m = _step(o, p, l, m, q, shared, count, rows, work, block, spec, tile, GROUP, True)
+                o, p, l, m = _step(
+                    o, p, l, m, q, shared, count, rows, work, block, spec, tile, GROUP, True
+                )
                 count += 1
         give_back(shared.q, use)
         wait_full(shared.v, count)
@@ -306,7 +312,22 @@ def _add_values(o, p, v, count, tile):
 
 
 @gluon.jit
-def _step(o, p, l, m, q, shared, count, rows, work, block, spec, tile, GROUP: gl.constexpr, EDGE: gl.constexpr):
+def _step(
+    o,
+    p,
+    l,
+    m,
+    q,
+    shared,
+    count,
+    rows,
+    work,
+    block,
+    spec,
+    tile,
+    GROUP: gl.constexpr,
+    EDGE: gl.constexpr,
+):
     """The scores of block number `block`, which is use count + 1 of the rings, while the values of the one
     before, use count, are added. EDGE: not every row sees all of the block."""
     wait_full(shared.k, count + 1)
@@ -328,7 +349,9 @@ def _step(o, p, l, m, q, shared, count, rows, work, block, spec, tile, GROUP: gl
     o = warpgroup_mma_wait(0, [o])
     keep(p)
     give_back(shared.v, count)
-    l = l * _beside(rebase, l)[:, None] + gl.convert_layout(sums, l.type.layout, assert_trivial=True)
+    l = l * _beside(rebase, l)[:, None] + gl.convert_layout(
+        sums, l.type.layout, assert_trivial=True
+    )
     o = o * _beside(rebase, o)[:, None]
     return o, pack(following, shared.v.data.dtype), l, new
 
@@ -384,7 +407,7 @@ def _finish(o, l, m, rows, i0, work, views, buffer, lse, spec, tile):
     gl.store(line(lse, at, work.head, at.start_q, rows.number), total, mask=rows.number < at.sq)
     o = (o * _beside(share, o)[:, None]).to(buffer.dtype)
     queries = _queries(at)
-    if tile.BLOCK_DV == buffer.shape[1]:
+    if buffer.shape[1] == tile.BLOCK_DV:
         store_tile(views.out, queries, i0, work.head, 0, o, buffer, tile.RANK)
     else:
         HALF: gl.constexpr = tile.BLOCK_DV // 2
@@ -408,7 +431,9 @@ def forward_kernel(q, k, v, out, lse, spec, walk, offset, tile):
         tile_ring(dtype, tile.Q_STAGES * G, GROUP_ROWS, tile.BLOCK_D, 1),
         tile_ring(dtype, tile.STAGES, tile.BLOCK_K, tile.BLOCK_D, G),
         tile_ring(dtype, tile.STAGES, tile.BLOCK_K, tile.BLOCK_DV, G),
-        gl.allocate_shared_memory(dtype, [G, GROUP_ROWS, min(tile.BLOCK_DV, 128)], shared_layout(2)),
+        gl.allocate_shared_memory(
+            dtype, [G, GROUP_ROWS, min(tile.BLOCK_DV, 128)], shared_layout(2)
+        ),
         word_ring(2, G) if tile.DYNAMIC else None,
     )
     fence_async_shared()

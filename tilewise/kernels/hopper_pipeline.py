@@ -84,7 +84,9 @@ def wait_full(ring, count):
 
 @gluon.jit
 def wait_empty(ring, count):
-    mbarrier.wait(ring.empty.index(count % ring.data.shape[0]), ((count // ring.data.shape[0]) & 1) ^ 1)
+    mbarrier.wait(
+        ring.empty.index(count % ring.data.shape[0]), ((count // ring.data.shape[0]) & 1) ^ 1
+    )
 
 
 @gluon.jit
@@ -243,7 +245,9 @@ def pack(p, dtype: gl.constexpr):
     loop as they are, those would take a register each."""
     even, odd = gl.split(gl.reshape(p, [p.shape[0], p.shape[1] // 2, 2]))
     code: gl.constexpr = _convert_pair(dtype)
-    return gl.inline_asm_elementwise(code, "=r,r,r", [even, odd], dtype=gl.int32, is_pure=True, pack=1)
+    return gl.inline_asm_elementwise(
+        code, "=r,r,r", [even, odd], dtype=gl.int32, is_pure=True, pack=1
+    )
 
 
 @gluon.jit

@@ -15,6 +15,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from tilewise.backends import triton as backend
+from tilewise.kernels.launch import compiled_only
 from tilewise.spec import Problem
 
 
@@ -60,7 +61,7 @@ def compiling_for(target: GPUTarget) -> Iterator[list[Any]]:
     active = triton.runtime.driver._active
     triton.runtime.driver.set_active(_Absent(target))
     try:
-        with backend.compiled_only() as kernels:
+        with compiled_only() as kernels:
             yield kernels
     finally:
         triton.runtime.driver._active = active
