@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from tilewise.kernels.hopper_pipeline import (
     GROUP_ROWS,
+    WHOLE,
     Part,
     await_turn,
     close_turns,
@@ -45,12 +46,12 @@ from tilewise.kernels.hopper_pipeline import (
     wait_full,
     word_ring,
 )
+from tilewise.kernels.hopper_walk import Walk, blocks_of, work_of
 from tilewise.kernels.score import (
     LN2,
     LOG2E,
     NEG_INF,
-    Place,
-    bounds,
+    constexpr,
     interval,
     line,
     logits,
@@ -58,10 +59,13 @@ from tilewise.kernels.score import (
 )
 
 
+__all__ = ["WHOLE", "Tile", "Walk", "constexpr", "forward_kernel"]
+
+
 class Tile(NamedTuple):
-    """All constexpr. GROUPS consumers of 64 rows; BLOCK_K keys in each of STAGES; BLOCK_D and BLOCK_DV
-    columns; Q_STAGES tiles of q; RANK: of the views. RAGGED: the last block of keys may be cut short.
-    DYNAMIC: programs draw tiles. FENCED: see `compute_before`. REGISTERS of a consumer's threads."""
+    """All constexpr. GROUPS consumers of 64 rows; STAGES blocks of BLOCK_K keys; BLOCK_D and BLOCK_DV
+    columns; Q_STAGES tiles of q. DYNAMIC: programs draw tiles. RAGGED: the last block of keys may be cut
+    short. FENCED: see `compute_before`. REGISTERS of a consumer's threads. RANK of the views."""
 
     GROUPS: Any
     BLOCK_K: Any
@@ -69,25 +73,11 @@ class Tile(NamedTuple):
     BLOCK_DV: Any
     STAGES: Any
     Q_STAGES: Any
-    RANK: Any
-    RAGGED: Any
     DYNAMIC: Any
+    RAGGED: Any
     FENCED: Any
     REGISTERS: Any
-
-
-class Walk(NamedTuple):
-    """The order of tiles: `heads` (of all batch entries) in sections whose keys fit the L2 cache; in a
-    section the last tiles of all heads first, which under a causal mask are the longest.
-
-    `drawn` counts the tiles drawn beyond each program's first; it is 0 before and after a launch.
-    """
-
-    tiles: Any
-    per_head: Any
-    heads: Any
-    section: Any
-    drawn: Any
+    RANK: Any
 
 
 class Views(NamedTuple):
@@ -110,45 +100,6 @@ class Shared(NamedTuple):
     tiles: Any
 
 
-class Work(NamedTuple):
-    """A tile: where it is, its heads, and its blocks of keys, of which number 0 begins at `first`."""
-
-    at: Place
-    head: Any
-    kv_head: Any
-    first: Any
-    blocks: Any
-
-
-# ------------------------------------------------------------------ which tile, which keys
-
-
-@gluon.jit
-def work_of(number, spec, walk, offset, tile):
-    """Tile `number` of the walk."""
-    sizes = spec.sizes
-    in_section = walk.section * walk.per_head
-    first_head = number // in_section * walk.section
-    heads = gl.minimum(walk.section, walk.heads - first_head)
-    number = number % in_section
-    head = first_head + number % heads
-    batch = head // sizes.heads
-    head = head % sizes.heads
-    start = (walk.per_head - 1 - number // heads) * (tile.GROUPS * GROUP_ROWS)
-    at = Place(start, True, batch, batch.to(gl.int64), 0, 0, sizes.sq, sizes.sk, offset)
-    edges = _bounds(start, tile.GROUPS * GROUP_ROWS, at, spec)
-    # A tile that sees nothing gets a block past the end, of zeros.
-    seen = edges.first < edges.last
-    first = gl.where(seen, edges.first, at.sk)
-    blocks = gl.where(seen, gl.cdiv(edges.last - edges.first, tile.BLOCK_K), 1)
-    return Work(at, head, head // sizes.groups, first, blocks)
-
-
-@gluon.jit
-def _bounds(i0, ROWS: gl.constexpr, at, spec):
-    return bounds(i0, gl.minimum(i0 + ROWS, at.sq), None, at, spec)
-
-
 @gluon.jit
 def _queries(at):
     return Part(at.number, at.start_q, at.sq)
@@ -163,7 +114,8 @@ def _keys(at):
 
 
 @gluon.jit
-def _produce(views, shared, spec, walk, offset, tile):
+def _produce(views, shared, spec, walk, tile):
+    ROWS: gl.constexpr = tile.GROUPS * GROUP_ROWS
     count = 0
     turn = 0
     number = gl.program_id(0)
@@ -175,7 +127,7 @@ def _produce(views, shared, spec, walk, offset, tile):
             # As many are drawn as there are tiles: after the last one the counter is as it was.
             gl.store(walk.drawn, 0, mask=drawn == walk.tiles - 1)
             following = gl.num_programs(0) + drawn
-        work = work_of(number, spec, walk, offset, tile)
+        work = work_of(number, walk, spec, ROWS, tile.BLOCK_K)
         keys = _keys(work.at)
         j = work.first + (work.blocks - 1) * tile.BLOCK_K
         wait_empty(shared.k, count)
@@ -205,10 +157,11 @@ def _produce(views, shared, spec, walk, offset, tile):
 
 
 @gluon.jit
-def _consume(views, shared, lse, spec, walk, offset, tile, GROUP: gl.constexpr):
+def _consume(views, shared, lse, spec, walk, tile, GROUP: gl.constexpr):
+    ROWS: gl.constexpr = tile.GROUPS * GROUP_ROWS
     ROW: gl.constexpr = gl.SliceLayout(1, product_layout(tile.BLOCK_K))
-    LEFT: gl.constexpr = (spec.band.left is not None) or (spec.key_range is not None)
-    RIGHT: gl.constexpr = (spec.band.right is not None) or (spec.key_range is not None)
+    LEFT: gl.constexpr = (spec.band.left is not None) or (spec.key_start is not None)
+    RIGHT: gl.constexpr = (spec.band.right is not None) or (spec.key_start is not None)
     EDGE: gl.constexpr = (LEFT or RIGHT) or tile.RAGGED
     count = 0
     turn = 0
@@ -217,26 +170,15 @@ def _consume(views, shared, lse, spec, walk, offset, tile, GROUP: gl.constexpr):
     if tile.DYNAMIC:
         number = take_word(shared.tiles, turn)
     while number < walk.tiles:
-        work = work_of(number, spec, walk, offset, tile)
+        work = work_of(number, walk, spec, ROWS, tile.BLOCK_K)
         at = work.at
         i0 = at.tile_start + GROUP * GROUP_ROWS
         rows = interval(i0 + gl.arange(0, GROUP_ROWS, ROW), at, spec)
-        # Blocks full_first … full_last - 1 need no mask; the walk begins with number `last`.
-        last = work.blocks - 1
-        full_last = last
-        full_first = 0
-        if EDGE:
-            edges = _bounds(i0, GROUP_ROWS, at, spec)
-            if RIGHT:
-                last = gl.maximum(gl.cdiv(edges.last - work.first, tile.BLOCK_K) - 1, 0)
-                for _ in range(last + 1, work.blocks):
-                    _skip(shared, count, GROUP, tile)
-                    count += 1
-                full_last = gl.minimum((edges.full_last - work.first) // tile.BLOCK_K, last)
-                full_last = gl.maximum(full_last, 0)
-            if LEFT:
-                full_first = gl.cdiv(edges.full_first - work.first, tile.BLOCK_K)
-                full_first = gl.minimum(gl.maximum(full_first, 0), full_last)
+        blocks = blocks_of(i0, work, spec, GROUP_ROWS, tile.BLOCK_K)
+        if RIGHT:
+            for _ in range(blocks.last + 1, work.blocks):
+                _skip(shared, count, GROUP, tile)
+                count += 1
 
         use = turn * tile.GROUPS + GROUP
         wait_full(shared.q, use)
@@ -248,23 +190,23 @@ def _consume(views, shared, lse, spec, walk, offset, tile, GROUP: gl.constexpr):
         s = warpgroup_mma_wait(0, [s])
         give_back(shared.k, count)
         m = gl.full([GROUP_ROWS], NEG_INF, gl.float32, ROW)
-        p, m, base = _softmax(s, m, rows, work, last, spec, tile, EDGE)
+        p, m, _ = _softmax(s, m, rows, work, blocks.last, spec, tile, EDGE)
         l = partial_row_sums(p)
         p = pack(p, views.q.dtype)
         o = gl.zeros([GROUP_ROWS, tile.BLOCK_DV], gl.float32, product_layout(tile.BLOCK_DV))
         if RIGHT:
-            for block in range(last - 1, full_last - 1, -1):
+            for block in range(blocks.last - 1, blocks.full_last - 1, -1):
                 o, p, l, m = _step(
                     o, p, l, m, q, shared, count, rows, work, block, spec, tile, GROUP, True
                 )
                 count += 1
-        for block in range(full_last - 1, full_first - 1, -1):
+        for block in range(blocks.full_last - 1, blocks.full_first - 1, -1):
             o, p, l, m = _step(
                 o, p, l, m, q, shared, count, rows, work, block, spec, tile, GROUP, False
             )
             count += 1
         if LEFT:
-            for block in range(full_first - 1, -1, -1):
+            for block in range(blocks.full_first - 1, -1, -1):
                 o, p, l, m = _step(
                     o, p, l, m, q, shared, count, rows, work, block, spec, tile, GROUP, True
                 )
@@ -366,7 +308,7 @@ def _beside(x, tile):
 def _softmax(s, m, rows, work, block, spec, tile, EDGE: gl.constexpr):
     """From the raw products of a block: probabilities, the new maximum, and the base that they are
     relative to. FOLDED: both in units of 2."""
-    LEFT: gl.constexpr = (spec.band.left is not None) or (spec.key_range is not None)
+    LEFT: gl.constexpr = (spec.band.left is not None) or (spec.key_start is not None)
     j = work.first + block * tile.BLOCK_K
     low, high = split_columns(s)
     s = logits(s, work.at, work.head, (rows.number - j)[:, None] - low, high, None, spec).s
@@ -420,10 +362,10 @@ def _finish(o, l, m, rows, i0, work, views, buffer, lse, spec, tile):
 # ------------------------------------------------------------------ the kernel
 
 
-@gluon.jit(do_not_specialize=["lse", "spec", "walk", "offset"])
-def forward_kernel(q, k, v, out, lse, spec, walk, offset, tile):
+@gluon.jit(do_not_specialize=["lse", "spec", "walk"])
+def forward_kernel(q, k, v, out, lse, spec, walk, tile):
     """q, k, v, out: descriptors of tiles; lse: Lines; spec: Spec, whose sizes count the keys that the views
-    show; walk: Walk; offset: of row 0's position; tile: Tile. Grid: (programs,)."""
+    show; walk: Walk; tile: Tile. Grid: (programs,)."""
     dtype: gl.constexpr = q.dtype
     G: gl.constexpr = tile.GROUPS
     views = Views(q, k, v, out)
@@ -440,9 +382,9 @@ def forward_kernel(q, k, v, out, lse, spec, walk, offset, tile):
     if G == 2:
         gl.warp_specialize(
             [
-                (_produce, (views, shared, spec, walk, offset, tile)),
-                (_consume, (views, shared, lse, spec, walk, offset, tile, 0)),
-                (_consume, (views, shared, lse, spec, walk, offset, tile, 1)),
+                (_produce, (views, shared, spec, walk, tile)),
+                (_consume, (views, shared, lse, spec, walk, tile, 0)),
+                (_consume, (views, shared, lse, spec, walk, tile, 1)),
             ],
             [4, 4],
             [tile.REGISTERS, tile.REGISTERS],
@@ -450,10 +392,10 @@ def forward_kernel(q, k, v, out, lse, spec, walk, offset, tile):
     else:
         gl.warp_specialize(
             [
-                (_produce, (views, shared, spec, walk, offset, tile)),
-                (_consume, (views, shared, lse, spec, walk, offset, tile, 0)),
-                (_consume, (views, shared, lse, spec, walk, offset, tile, 1)),
-                (_consume, (views, shared, lse, spec, walk, offset, tile, 2)),
+                (_produce, (views, shared, spec, walk, tile)),
+                (_consume, (views, shared, lse, spec, walk, tile, 0)),
+                (_consume, (views, shared, lse, spec, walk, tile, 1)),
+                (_consume, (views, shared, lse, spec, walk, tile, 2)),
             ],
             [4, 4, 4],
             [tile.REGISTERS, tile.REGISTERS, tile.REGISTERS],

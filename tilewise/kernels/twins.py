@@ -28,9 +28,7 @@ def spec(problem: Problem) -> Any:
     tokens = 0 if packed else 1
     sq, sk = q.shape[tokens], k.shape[tokens]
     sizes = score.Sizes(sq, sk, q.shape[-2], k.shape[-2], problem.groups)
-    # A side that reaches past every position hides nothing.
-    sides = (n if n is not None and n < sq + sk else None for n in problem.band[:2])
-    band = score.Band(*sides, score.constexpr(problem.band.align == "bottom-right"))
+    band = score.Band(*sides(problem), score.constexpr(problem.band.align == "bottom-right"))
     key_range, dropout = problem.key_range, problem.dropout
     return score.Spec(
         sizes,
@@ -41,6 +39,14 @@ def spec(problem: Problem) -> Any:
         None if packed is None else _packed(*packed[:2]),
         score.constexpr(problem.scores.mask is not None or problem.scores.bias is not None),
     )
+
+
+def sides(problem: Problem) -> tuple[int | None, int | None]:
+    """left and right of the band; one that reaches past every position hides nothing and is None."""
+    tokens = 0 if problem.packed else 1
+    far = problem.q.shape[tokens] + problem.k.shape[tokens]
+    left, right = (n if n is not None and n < far else None for n in problem.band[:2])
+    return left, right
 
 
 def _scores(problem: Problem) -> Any:

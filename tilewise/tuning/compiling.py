@@ -14,7 +14,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from tilewise.backends import triton as backend
+from tilewise import dispatch
 from tilewise.kernels.launch import compiled_only
 from tilewise.spec import Problem
 
@@ -67,12 +67,15 @@ def compiling_for(target: GPUTarget) -> Iterator[list[Any]]:
         triton.runtime.driver._active = active
 
 
-def compile_problem(problem: Problem, target: GPUTarget, backward: bool = True) -> list[Any]:
+def compile_problem(
+    problem: Problem, target: GPUTarget, backward: bool = True, backend: str = "triton"
+) -> list[Any]:
     """Every kernel that a problem's forward and backward pass launch, compiled."""
     with compiling_for(target) as kernels:
-        result = backend.forward(problem)
+        result = dispatch.backend(backend).forward(problem)
         if backward:
-            backend.backward(problem, result, torch.empty_like(result.out), None)
+            passes = dispatch.backward_of(backend)
+            passes.backward(problem, result, torch.empty_like(result.out), None)
     return kernels
 
 
