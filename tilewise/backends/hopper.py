@@ -65,14 +65,10 @@ def unsupported(problem: Problem) -> list[str]:
         reasons.append(f"the head dim of v must be a multiple of 8, got {v.shape[-1]}")
     for name, t in (("q", q), ("k", k), ("v", v)):
         reasons += _unaligned(name, t)
-    if problem.key_range is None and (q.numel() == 0 or _nothing_seen(problem)):
+    first, last = (0, 1) if problem.key_range else _seen_keys(problem)
+    if q.numel() == 0 or first >= last:
         reasons.append("no row sees a key")
     return reasons
-
-
-def _nothing_seen(problem: Problem) -> bool:
-    first, _, _, last = problem.bounds(0, problem.q.shape[1])
-    return first >= last
 
 
 def _wrong_machine(device: torch.device) -> list[str]:
@@ -184,33 +180,34 @@ def forward(problem: Problem) -> Result:
     out_shape, lse_shape = result_shapes(problem)
     out, lse = q.new_empty(out_shape), q.new_empty(lse_shape, dtype=torch.float32)
     plan = _plan(problem)
-    # Keys that no row sees are left out: of the others each is seen by some row.
-    first, _, _, last = problem.bounds(0, q.shape[1])
-    offset = problem.band.offset(q.shape[1], problem.k.shape[1]) - first
-    k, v = (t[:, first:last] for t in (problem.k, problem.v))
-    spec = twins.spec(problem)
-    spec = spec._replace(sizes=spec.sizes._replace(sk=last - first))
+    first, last = _seen_keys(problem)
     views = (
         _view(q, _GROUP_ROWS, plan.block_d),
-        _view(k, plan.block_k, plan.block_d),
-        _view(v, plan.block_k, plan.block_dv),
+        _view(problem.k[:, first:last], plan.block_k, plan.block_d),
+        _view(problem.v[:, first:last], plan.block_k, plan.block_dv),
         _view(out, _GROUP_ROWS, min(plan.block_dv, 128)),
     )
+    maxnreg, registers = _REGISTERS[plan.groups]
+    tile = kernels.Tile(
+        *map(kernels.constexpr, plan),
+        RAGGED=kernels.constexpr((last - first) % plan.block_k != 0),
+        FENCED=kernels.constexpr(max(plan.block_d, plan.block_dv) == 64),
+        REGISTERS=kernels.constexpr(registers),
+        RANK=kernels.WHOLE,
+    )
     with current(q.device):
-        walk = _walk(q, k, v, plan, offset)
+        spec, walk = _order(problem, plan, plan.groups * _GROUP_ROWS)
         programs = min(walk.tiles, _multiprocessors(q.device))
-        maxnreg, registers = _REGISTERS[plan.groups]
-        tile = kernels.Tile(
-            *map(kernels.constexpr, plan),
-            RAGGED=kernels.constexpr(k.shape[1] % plan.block_k != 0),
-            FENCED=kernels.constexpr(max(plan.block_d, plan.block_dv) == 64),
-            REGISTERS=kernels.constexpr(registers),
-            RANK=kernels.WHOLE,
-        )
         values = (twins.lines(lse), spec, walk, tile)
         options = {"num_warps": 4, "maxnreg": maxnreg}
         launch(kernels.forward_kernel, programs, q.device, *views, *values, **options)
     return Result(out, lse, lse.new_empty(0))
+
+
+def _seen_keys(problem: Problem) -> tuple[int, int]:
+    """Keys first … last − 1 are all that rows see, and each is seen: the others are left out."""
+    first, _, _, last = problem.bounds(0, problem.q.shape[1])
+    return first, last
 
 
 def _view(t: Tensor, rows: int, columns: int) -> Any:
@@ -227,19 +224,24 @@ def _view(t: Tensor, rows: int, columns: int) -> Any:
     return TensorDescriptor(t, list(t.shape), [*strides, 1], [1, rows, 1, columns], shared_layout(4))
 
 
-def _walk(q: Tensor, k: Tensor, v: Tensor, plan: _Plan, offset: int) -> Any:
-    """The order of tiles. Where all are equally long, one head after the other."""
+def _order(problem: Problem, plan: _Plan, rows: int) -> tuple[Any, Any]:
+    """What is computed of the keys that are seen, and in which order of tiles of so many rows. Where all
+    tiles are equally long, one head comes after the other."""
     from tilewise.kernels.hopper_walk import Walk
 
-    heads = q.shape[0] * q.shape[2]
-    per_head = -(-q.shape[1] // (plan.groups * _GROUP_ROWS))
+    q, k, v = problem.q, problem.k, problem.v
+    first, last = _seen_keys(problem)
+    spec = twins.spec(problem)
+    spec = spec._replace(sizes=spec.sizes._replace(sk=last - first))
+    heads, per_head = q.shape[0] * q.shape[2], -(-q.shape[1] // rows)
     section = 1
     if plan.dynamic:
-        kv_bytes = k.shape[1] * (k.shape[-1] + v.shape[-1]) * k.element_size()
-        most = max(1, _L2_SHARE // kv_bytes) * (q.shape[2] // k.shape[2])
+        kv_bytes = (last - first) * (k.shape[-1] + v.shape[-1]) * k.element_size()
+        most = max(1, _L2_SHARE // kv_bytes) * problem.groups
         section = -(-heads // -(-heads // most))
     drawn = _counter(q.device) if plan.dynamic else None
-    return Walk(per_head * heads, per_head, heads, section, offset, drawn)
+    offset = problem.band.offset(q.shape[1], k.shape[1]) - first
+    return spec, Walk(per_head * heads, per_head, heads, section, offset, drawn)
 
 
 _counters: dict[tuple[torch.device, int], Tensor] = {}
