@@ -139,7 +139,7 @@ def _backward(
     *arguments: Any,
 ) -> tuple[Tensor, ...]:
     problem = _unflatten(arguments)
-    backward = dispatch.backend(arguments[-1]).backward
+    backward = dispatch.backward_of(arguments[-1]).backward
     with without_autocast(dout.device):
         g = backward(problem, Result(out, lse, lse_low), dout, dlse, bias_grad)
     scores = [getattr(g.scores, name) for name in SCORE_NAMES]

@@ -254,7 +254,7 @@ def tile_pointers(t, at, head, start, rows, columns):
 def interval(rows, at, spec):
     """Rows with the keys lo ≤ j < hi that they see, within 0 … Sk (spec.Problem.interval)."""
     position = rows + at.offset
-    lo = tl.zeros_like(rows)
+    lo = rows * 0  # Gluon has no zeros_like without a layout
     hi = lo + at.sk
     if spec.band.left is not None:
         lo = tl.maximum(lo, position - spec.band.left)
