@@ -16,6 +16,7 @@ import torch
 from typer.testing import CliRunner
 
 import tilewise
+from tilewise import compat
 from tilewise.cli.__main__ import app
 
 ROOT = Path(__file__).parent.parent
@@ -23,7 +24,10 @@ READMES = [ROOT / "README.md", ROOT / "README.zh-CN.md"]
 RUN = [*READMES, *sorted((ROOT / "docs").glob("*.md"))]
 PAGES = [*RUN, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "benchmarks" / "README.md"]
 # The docstrings of the textbook have a test beside it.
-MODULES = [m.name for m in pkgutil.iter_modules(tilewise.__path__) if m.name != "textbook"]
+MODULES = [
+    *(m.name for m in pkgutil.iter_modules(tilewise.__path__) if m.name != "textbook"),
+    *(m.name for m in pkgutil.iter_modules(compat.__path__, "compat.")),
+]
 
 
 def named(path: Path) -> str:

@@ -201,6 +201,13 @@ def test_padding_with_a_gap_stays_a_mask(masks: list[Tensor | None]) -> None:
     assert all(m is not None and m.dtype == torch.bool for m in masks)
 
 
+def test_a_decoder_that_looks_both_ways(masks: list[Tensor | None]) -> None:
+    for inputs in ({}, {"attention_mask": padding("left")}):
+        given = {"input_ids": tokens(), "is_causal": False, **inputs}
+        assert_same_passes(decoder("mistral"), given)
+    assert linear(masks, LENGTH)
+
+
 def test_masks_that_the_user_made() -> None:
     seen = torch.rand(BATCH, 1, LENGTH, LENGTH, generator=torch.Generator().manual_seed(3)) < 0.4
     seen = seen.tril() | torch.eye(LENGTH, dtype=torch.bool)
@@ -278,7 +285,14 @@ FUNCTIONS: dict[str, Any] = {
     "evens": lambda b, h, q, kv: kv % 2 == 0,
 }
 # (q_length, kv_length, q_offset, kv_offset): a prompt, a piece of one, a step, windows' and static caches.
-PLACES = [(9, 9, 0, 0), (3, 8, 5, 0), (1, 8, 7, 0), (2, 5, 6, 3), (3, 12, torch.tensor(4), 0)]
+PLACES = [
+    (9, 9, 0, 0),
+    (4, 4, 0, 0),
+    (3, 8, 5, 0),
+    (1, 8, 7, 0),
+    (2, 5, 6, 3),
+    (3, 12, torch.tensor(4), 0),
+]
 
 
 @pytest.mark.parametrize("place", PLACES, ids=str)
@@ -332,7 +346,7 @@ def test_intervals_are_the_mask(name: str, place: Any, monkeypatch: pytest.Monke
 
 
 def test_no_block_of_the_mask_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat, "_MASK_ENTRIES", 1000)
+    monkeypatch.setattr(compat, "_MASK_ENTRIES", 1400)
     sizes = []
     original = masking.sdpa_mask
 
@@ -346,7 +360,49 @@ def test_no_block_of_the_mask_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
     model.set_attn_implementation("tilewise")
     model(tokens(length=100), attention_mask=padding("left", 100))
     assert sum(sizes) == BATCH * 100 * 100
-    assert max(sizes) <= 1000
+    assert max(sizes) <= 1400
+
+
+# ------------------------------------------------------------------ the attention function alone
+
+
+def call(mask: Tensor | None, **rest: Any) -> Tensor:
+    generator = torch.Generator().manual_seed(5)
+    q, k, v = (torch.randn(1, h, 6, 8, generator=generator) for h in (4, 2, 2))
+    return compat.attention_of_module(torch.nn.Module(), q, k, v, mask, **rest)[0]
+
+
+def test_without_a_mask_flags_and_windows_count() -> None:
+    i, j = torch.arange(6).unsqueeze(-1), torch.arange(6)
+    causal = (j <= i).expand(1, 1, 6, 6)
+    window = ((i - j).abs() < 3).expand(1, 1, 6, 6)
+    everything = torch.ones(1, 1, 6, 6, dtype=torch.bool)
+    for options, seen in (
+        ({}, causal),
+        ({"is_causal": True}, causal),
+        ({"is_causal": False}, everything),
+        ({"sliding_window": 3}, causal & window),
+        ({"sliding_window": 3, "is_causal": False}, window),
+    ):
+        torch.testing.assert_close(call(None, **options), call(seen))
+    bias = torch.randn(1, 4, 6, 6)
+    torch.testing.assert_close(
+        call(None, position_bias=bias, is_causal=False), call(bias.expand(1, 4, 6, 6))
+    )
+    torch.testing.assert_close(call(bias, position_bias=2 * bias), call(3 * bias))
+
+
+def test_sequences_end_where_others_begin() -> None:
+    number = torch.tensor([0, 0, 1, 2, 2, 2])
+    seen = (number.unsqueeze(-1) == number).expand(1, 1, 6, 6)
+    every_key = torch.tensor([0, 6], dtype=torch.int32).expand(1, 1, 6, 2)
+    cu = torch.tensor([0, 2, 3, 6, 6])
+    for packed in (
+        {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu.clone()},
+        {"position_ids": torch.tensor([[0, 1, 0, 5, 6, 7]])},
+    ):
+        for mask in (None, every_key):
+            torch.testing.assert_close(call(mask, is_causal=False, **packed), call(seen))
 
 
 # ------------------------------------------------------------------ packed sequences
