@@ -4,10 +4,15 @@
 `cost` counts; `merge` joins partial results. `tilewise.textbook` is the algorithm to read.
 """
 
-from tilewise.api import alibi_slopes, attention, attention_paged, attention_varlen, explain
-from tilewise.cost import Cost, cost
-from tilewise.dispatch import Choice
-from tilewise.merge import merge
+import sys
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tilewise.api import alibi_slopes, attention, attention_paged, attention_varlen, explain
+    from tilewise.costs import Cost, cost
+    from tilewise.dispatch import Choice
+    from tilewise.merging import merge
 
 __version__ = "0.1.0"
 __all__ = [
@@ -21,3 +26,19 @@ __all__ = [
     "explain",
     "merge",
 ]
+
+# Where the names are that are not in `tilewise.api`.
+_HOMES = {"Choice": "dispatch", "Cost": "costs", "cost": "costs", "merge": "merging"}
+
+
+def __getattr__(name: str) -> Any:
+    """A public name at its first use, so that the command line can speak without loading torch."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"tilewise.{_HOMES.get(name, 'api')}"), name)
+    globals()[name] = value
+    return value
+
+
+if "torch" in sys.modules:
+    import_module("tilewise.ops")  # the operators, which an exported program calls by name
