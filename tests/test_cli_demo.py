@@ -198,6 +198,12 @@ def test_a_measurement_in_a_fresh_process() -> None:
     assert usage.peak_bytes is None or 2 * matrix < usage.peak_bytes < 8 * matrix
 
 
+def test_a_gpu_is_measured_without_a_fresh_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "_measure_here", lambda *call: call)
+    monkeypatch.setattr(measure, "ProcessPoolExecutor", None)
+    assert measure.measure("standard", 8, 4, "cuda") == ("standard", 8, 4, "cuda")
+
+
 @pytest.mark.parametrize("counter", ["system", "psutil"])
 def test_peak_memory(counter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if counter == "psutil":

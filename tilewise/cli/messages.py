@@ -85,12 +85,11 @@ _TEXTS: dict[str, tuple[str, str]] = {
         "numbers each; tiles keep L, n float32 numbers. Elements moved between slow and on-chip\n"
         "memory: 4nd + 4n² against n²d²/M (leading term); {on_chip} KB on the chip hold M = {M}.\n"
         "Measured on this machine ({device}, {dtype}): forward and backward, peak memory beyond\n"
-        "the inputs, each in a process of its own.",
+        "the inputs.",
         "单个注意力头，d = {d}。理论值（BF16）：标准形式要保存 S 和 P，各 n×n 个数；\n"
         "分块算法只多保存 L，即 n 个 float32 数。慢速内存与片上存储之间搬运的元素个数：\n"
         "标准形式 4nd + 4n²，分块算法 n²d²/M（首项）；片上 {on_chip} KB 可存 M = {M} 个元素。\n"
-        "本机实测（{device}，{dtype}）：前向加反向，输入之外的峰值内存；\n"
-        "每次测量都在单独的进程中进行。",
+        "本机实测（{device}，{dtype}）：前向加反向，输入之外的峰值内存。",
     ),
     "memory.keeps": ("S and P", "S 与 P"),
     "memory.peak": ("{algorithm}\nmemory", "{algorithm}\n内存"),
