@@ -20,7 +20,9 @@ FIELDS = 8 + 3 * GROUPS
 
 
 @triton.jit
-def walk_kernel(out, spec, walk, GROUP_ROWS: tl.constexpr, GROUPS: tl.constexpr, BLOCK_K: tl.constexpr):
+def walk_kernel(
+    out, spec, walk, GROUP_ROWS: tl.constexpr, GROUPS: tl.constexpr, BLOCK_K: tl.constexpr
+):
     number = tl.program_id(0)
     out += number * (8 + 3 * GROUPS)
     work = work_of(number, walk, spec, GROUP_ROWS * GROUPS, BLOCK_K)

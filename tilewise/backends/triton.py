@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import math
+import os
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ def unsupported(problem: Problem) -> list[str]:
     reasons = []
     if q.device.type != "cuda" and not (q.device.type == "cpu" and interpreted()):
         reasons.append(f"Triton's kernels run on a GPU, and q is on {q.device}")
-    if importlib.util.find_spec("triton") is None:
+    if not _installed():
         reasons.append("the package triton is not installed (it comes with PyTorch for CUDA)")
     if problem.paged is not None:
         reasons.append("pages are not served")
@@ -57,9 +58,14 @@ def unsupported(problem: Problem) -> list[str]:
     return reasons
 
 
+@functools.cache
+def _installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
 def interpreted() -> bool:
     """Whether Triton runs its kernels on the CPU, in Python (TRITON_INTERPRET=1)."""
-    if importlib.util.find_spec("triton") is None:
+    if not (os.environ.get("TRITON_INTERPRET") and _installed()):
         return False
     import triton
 
