@@ -26,8 +26,8 @@ from tilewise.results import (
 )
 from tilewise.spec import Band, Dropout, KeyRange, Packed, Paged, Problem, Scores
 
-_CPU, _CUDA = torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA
 _PROXY = torch._C._TorchDispatchModeKey.PROXY  # what make_fx traces with
+_legacy_batched = torch._C._functorch.is_legacy_batchedtensor
 _DIFFERENTIABLE = 6
 _TENSORS = 14
 _ARGUMENTS = (
@@ -67,11 +67,13 @@ def _numbers_only(*tensors: Tensor | None) -> bool:
 
 
 def _holds_numbers(t: Tensor) -> bool:
-    """Whether t is a tensor in memory: no subclass, fake, meta or (as in is_grads_batched) batched."""
-    if type(t) not in (Tensor, torch.nn.Parameter):
-        return False
-    keys = torch._C._dispatch_keys(t)
-    return keys.has(_CPU) or keys.has(_CUDA)
+    """Whether t's memory holds its numbers: no subclass, fake, meta or (as in is_grads_batched) batched
+    tensor, none with a pending minus sign."""
+    return (
+        type(t) in (Tensor, torch.nn.Parameter)
+        and (t.is_cpu or t.is_cuda)
+        and not (t.is_neg() or t._is_zerotensor() or _legacy_batched(t))
+    )
 
 
 def _score_tensors(problem: Problem) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
