@@ -77,6 +77,11 @@ def override(**configs: Config) -> Iterator[None]:
         _overrides.reset(token)
 
 
+def overridden() -> bool:
+    """Whether this is inside of an `override`."""
+    return bool(_overrides.get())
+
+
 def config_for(device: str, key: Key) -> Config:
     """The configuration of a kernel on a device, which is named as its driver names it."""
     overrides = _overrides.get()
