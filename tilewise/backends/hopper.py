@@ -162,7 +162,9 @@ def _plan(problem: Problem) -> _Plan:
     banded = any(side is not None for side in twins.sides(problem))
     block_d, block_dv = (max(64, twins.power_of_two(t.shape[-1])) for t in (problem.q, problem.v))
     length = length_bucket(max(problem.q.shape[1], problem.k.shape[1]))
-    key = Key("hopper_forward", 16, max(block_d, block_dv), mask_kind(banded, False), length)
+    s = problem.scores
+    kind = mask_kind(banded, general=s.softcap is not None or s.alibi_slopes is not None)
+    key = Key("hopper_forward", 16, max(block_d, block_dv), kind, length)
     chosen = config_for(_device_name(problem.q.device), key)
     groups, stages = chosen.block_q // _GROUP_ROWS, chosen.num_stages
     plan = _Plan(groups, chosen.block_k, block_d, block_dv, stages, 2, banded)

@@ -36,7 +36,8 @@ class Key(NamedTuple):
             Hopper have their own names.
         bits: of the dtype of q, k, v.
         head_dim: the power of two that holds the larger of D and Dv, at least 16.
-        mask: "full", "band" (causal, window), or "general": anything that is looked at entry by entry.
+        mask: "full", "band" (causal, window), or "general": anything that is looked at entry by entry
+            (for Hopper's: logits that are more than scaled products).
         length: "short" or "long".
     """
 
@@ -116,8 +117,8 @@ def write_table(path: Path, configs: dict[Key, Config], about: dict[str, str]) -
 def heuristic(key: Key) -> Config:
     """What a device of unknown name gets: tiles that fit 64 KB of shared memory with 16-bit operands."""
     if key.operation == "hopper_forward":
-        # Warps: those of 64 rows each four, and four that load.
-        if key.head_dim <= 64 and (key.mask, key.length) != ("band", "short"):
+        # Four warps load, and each 64 rows have four. A third 64 leave each thread fewer registers.
+        if key.head_dim <= 64 and (key.mask == "full" or (key.mask, key.length) == ("band", "long")):
             return Config(192, 128, 16, 2)
         return Config(128, 128 if key.head_dim <= 128 else 64, 12, 2)
     if key.bits == 64:
