@@ -87,7 +87,9 @@ def _wrong_triton(version: str | None) -> list[str]:
             return []
     low, high = (".".join(map(str, ends)) for ends in _VERSIONS)
     got = "the package is not installed" if version is None else f"got {version}"
-    return [f"Triton must be of a version from {low} to {high}, in whose Gluon the kernels are, {got}"]
+    return [
+        f"Triton must be of a version from {low} to {high}, in whose Gluon the kernels are, {got}"
+    ]
 
 
 def _installed(package: str) -> str | None:
@@ -190,13 +192,9 @@ def forward(problem: Problem) -> Result:
         _view(out, _GROUP_ROWS, min(plan.block_dv, 128)),
     )
     maxnreg, registers = _REGISTERS[plan.groups]
-    tile = kernels.Tile(
-        *map(kernels.constexpr, plan),
-        RAGGED=kernels.constexpr((last - first) % plan.block_k != 0),
-        FENCED=kernels.constexpr(max(plan.block_d, plan.block_dv) == 64),
-        REGISTERS=kernels.constexpr(registers),
-        RANK=kernels.WHOLE,
-    )
+    ragged = (last - first) % plan.block_k != 0
+    fenced = max(plan.block_d, plan.block_dv) == 64
+    tile = kernels.Tile(*map(kernels.constexpr, (*plan, ragged, fenced, registers)), kernels.WHOLE)
     with current(q.device):
         spec, walk = _order(problem, plan, plan.groups * _GROUP_ROWS)
         programs = min(walk.tiles, _multiprocessors(q.device))
@@ -223,7 +221,9 @@ def _view(t: Tensor, rows: int, columns: int) -> Any:
         t = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).copy_(t)
     # The stride of a dimension of size 1 may be anything, and means nothing.
     strides = [step if n > 1 else 8 for step, n in zip(t.stride()[:-1], t.shape[:-1], strict=True)]
-    return TensorDescriptor(t, list(t.shape), [*strides, 1], [1, rows, 1, columns], shared_layout(4))
+    return TensorDescriptor(
+        t, list(t.shape), [*strides, 1], [1, rows, 1, columns], shared_layout(4)
+    )
 
 
 def _order(problem: Problem, plan: _Plan, rows: int) -> tuple[Any, Any]:

@@ -29,6 +29,7 @@ SPLITS_LSE = False
 LARGEST_HEAD_DIM = 512
 # Grids are one-dimensional and token counts 32-bit.
 _LARGEST_COUNT = 2**30
+_SHORTEST_TMA = 512
 
 
 def unsupported(problem: Problem) -> list[str]:
@@ -46,6 +47,11 @@ def unsupported(problem: Problem) -> list[str]:
     tokens = max(t.shape[0] if problem.packed else t.shape[1] for t in (q, k))
     if tokens > _LARGEST_COUNT:
         reasons.append(f"sequences go up to {_LARGEST_COUNT} tokens, got {tokens}")
+    single = problem.scores.mask is not None or problem.key_range is not None
+    if q.dtype == torch.float64 and single and not interpreted():
+        reasons.append("Triton's compiler fails on float64 with a mask or key_range")
+    if q.dtype == torch.bfloat16 and interpreted():
+        reasons.append("Triton's interpreter computes bfloat16 wrongly")
     if q.device.type == "cuda" and torch.version.cuda is not None:
         reasons += _too_old(torch.cuda.get_device_capability(q.device), q.dtype)
     return reasons
@@ -65,7 +71,9 @@ def _too_old(capability: tuple[int, int], dtype: torch.dtype) -> list[str]:
     if capability >= needs:
         return []
     name, (have, want) = str(dtype).removeprefix("torch."), (capability, needs)
-    return [f"{name} needs compute capability {want[0]}.{want[1]}, this GPU has {have[0]}.{have[1]}"]
+    return [
+        f"{name} needs compute capability {want[0]}.{want[1]}, this GPU has {have[0]}.{have[1]}"
+    ]
 
 
 def config(problem: Problem) -> dict[str, Any]:
@@ -84,9 +92,18 @@ def forward(problem: Problem) -> Result:
     if out.numel():
         chosen = _config(problem, "forward")
         grid = _tiles(problem, chosen.block_q, "q") * q.shape[-2]
-        operands = (*map(twins.tokens, (q, problem.k, problem.v, out)), twins.lines(lse))
-        values = (twins.spec(problem), _tile(problem, chosen))
-        _launch(forward_kernel, grid, chosen, q.device, *operands, *values)
+        _launch(
+            forward_kernel,
+            grid,
+            chosen,
+            q.device,
+            *map(twins.tokens, (q, problem.k, problem.v)),
+            *_tmas(problem, chosen.block_k, problem.k, problem.v),
+            twins.tokens(out),
+            twins.lines(lse),
+            twins.spec(problem),
+            _tile(problem, chosen),
+        )
     elif lse.numel():
         lse.fill_(float("-inf"))
     return Result(out, lse, lse.new_empty(0))
@@ -124,9 +141,13 @@ def backward(
         grid = _tiles(problem, chosen.block_q, "q") * q.shape[-2]
         given = {name: None if t is None else twins.lines(t) for name, t in sums.items()}
         wanted = kernels.constexpr(any(t is not None for t in sums.values()))
-        rows = kernels.Sums(**given, dlse=None if dlse is None else twins.lines(dlse), WANTED=wanted)
-        tile = _tile(problem, chosen)
-        _launch(kernels.queries_kernel, grid, chosen, device, *operands, twins.tokens(dq), rows, spec, tile)
+        rows = kernels.Sums(
+            **given, dlse=None if dlse is None else twins.lines(dlse), WANTED=wanted
+        )
+        arguments = (*operands, *_tmas(problem, chosen.block_k, k, v), twins.tokens(dq), rows)
+        _launch(
+            kernels.queries_kernel, grid, chosen, device, *arguments, spec, _tile(problem, chosen)
+        )
     key_sums = None
     if per_key:
         shape = lse.shape[:-1] + (k.shape[0 if problem.packed else 1],)
@@ -134,10 +155,15 @@ def backward(
     if dk.numel():
         chosen = _config(problem, "keys")
         grid = _tiles(problem, chosen.block_k, "k") * k.shape[-2]
-        tile = _tile(problem, chosen)
         lines = None if key_sums is None else twins.lines(key_sums)
-        gradients = (twins.tokens(dk), twins.tokens(dv), lines)
-        _launch(kernels.keys_kernel, grid, chosen, device, *operands, *gradients, spec, tile)
+        arguments = (
+            *operands,
+            *_tmas(problem, chosen.block_q, q, dout),
+            twins.tokens(dk),
+            twins.tokens(dv),
+            lines,
+        )
+        _launch(kernels.keys_kernel, grid, chosen, device, *arguments, spec, _tile(problem, chosen))
     dbias = None
     if bias is not None:
         dbias = _bias_gradient(problem, bias, operands, sums["bias"], key_sums, spec)
@@ -158,7 +184,9 @@ def backward(
 # ------------------------------------------------------------------ launching
 
 
-def _launch(kernel: Any, programs: int, chosen: Config, device: torch.device, *arguments: Any) -> None:
+def _launch(
+    kernel: Any, programs: int, chosen: Config, device: torch.device, *arguments: Any
+) -> None:
     options = {"num_warps": chosen.num_warps, "num_stages": chosen.num_stages}
     launch(kernel, programs, device, *arguments, **options)
 
@@ -197,8 +225,16 @@ def _delta(kernel: Any, out: Tensor, dout: Tensor, dlse: Tensor | None, delta: T
     grid = -(-rows // block) * delta.numel() // rows
     lines = (None if dlse is None else twins.lines(dlse), twins.lines(delta))
     sizes = (rows, heads, out.shape[-1], block, width)
-    tensors = (twins.tokens(out), twins.tokens(dout), *lines)
-    _launch(kernel, grid, Config(0, 0, 4, 1), out.device, *tensors, *sizes)
+    _launch(
+        kernel,
+        grid,
+        Config(0, 0, 4, 1),
+        out.device,
+        twins.tokens(out),
+        twins.tokens(dout),
+        *lines,
+        *sizes,
+    )
 
 
 # ------------------------------------------------------------------ a Problem as kernels take it
@@ -209,22 +245,61 @@ def _tile(problem: Problem, chosen: Config) -> Any:
 
     d, dv = problem.q.shape[-1], problem.v.shape[-1]
     sides = (chosen.block_q, chosen.block_k, d, dv, twins.power_of_two(d), twins.power_of_two(dv))
-    return Tile(*map(constexpr, (*sides, _precision(problem.q))))
+    ragged: tuple[bool, ...] = (True, True)
+    if problem.packed is None:
+        lengths = (problem.q.shape[1], problem.k.shape[1])
+        ragged = tuple(n % block != 0 for n, block in zip(lengths, sides[:2], strict=True))
+    return Tile(*map(constexpr, (*sides, _precision(problem.q), *ragged)))
 
 
 def _precision(q: Tensor) -> str:
     """How products of float32 are computed: "tf32" where torch is allowed to, else as exactly as float32,
     by three products of tf32 where there are tensor cores for it."""
-    if q.dtype != torch.float32 or not _has_tf32(q.device):
+    if q.dtype != torch.float32 or _architecture(q.device) < 80:
         return "ieee"
     return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "tf32x3"
 
 
+def _architecture(device: torch.device) -> int:
+    """The compute capability, 90 for 9.0; 0 where there is none."""
+    if interpreted():
+        return 0
+    if device.type == "cuda":
+        return _capability(device)
+    from triton.runtime import driver
+
+    target = driver.active.get_current_target()  # compiled for a GPU that is not here
+    return int(target.arch) if target.backend == "cuda" else 0
+
+
 @functools.cache
-def _has_tf32(device: torch.device) -> bool:
-    if device.type != "cuda":
-        return not interpreted()  # compiled for a GPU that is not here
-    return torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (8, 0)
+def _capability(device: torch.device) -> int:
+    if torch.version.cuda is None:
+        return 0
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+def _tmas(problem: Problem, block: int, *tensors: Tensor) -> tuple[Any, ...]:
+    """Descriptors for loads of whole tiles (1, block, 1, width) by the tensor memory accelerator, or None.
+
+    They need strides in multiples of 16 bytes, and a while to be made: short calls do without.
+    """
+    if problem.packed is not None or not (interpreted() or _architecture(problem.q.device) >= 90):
+        return (None,) * len(tensors)
+    return tuple(_tma(t, block) for t in tensors)
+
+
+def _tma(t: Tensor, block: int) -> Any:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    strides = t.stride()
+    even = all(stride * t.element_size() % 16 == 0 and stride > 0 for stride in strides[:-1])
+    if t.shape[1] < _SHORTEST_TMA or strides[-1] != 1 or t.data_ptr() % 16 or not even:
+        return None
+    return TensorDescriptor(
+        t, list(t.shape), list(strides), [1, block, 1, twins.power_of_two(t.shape[-1])]
+    )
 
 
 # ------------------------------------------------------------------ gradients of what is shared
@@ -237,7 +312,9 @@ def _slope_gradient(problem: Problem, per_row: Tensor) -> Tensor:
     if problem.packed is None or slopes.ndim == 1:
         return per_row.sum(-1).sum_to_size(slopes.shape)
     offsets = problem.packed.cu_seqlens_q.long().clamp(0, per_row.shape[-1]).cummax(0).values
-    sums = torch.segment_reduce(per_row.double().T.contiguous(), "sum", offsets=offsets, unsafe=True)
+    sums = torch.segment_reduce(
+        per_row.double().T.contiguous(), "sum", offsets=offsets, unsafe=True
+    )
     return sums.to(per_row.dtype)
 
 

@@ -14,6 +14,7 @@ from tilewise.cli.bench import bench
 from tilewise.cli.demo import demo
 from tilewise.cli.describe import cost, explain
 from tilewise.cli.doctor import doctor
+from tilewise.cli.tune import tune
 
 app = typer.Typer(
     help="Exact attention (FlashAttention) in O(n) memory.",
@@ -42,6 +43,7 @@ app.command("demo")(demo)
 app.command("cost")(cost)
 app.command("explain")(explain)
 app.command("doctor")(doctor)
+app.command("tune")(tune)
 app.add_typer(bench, name="bench")
 
 

@@ -23,6 +23,7 @@ from tilewise.kernels.score import (
     interval,
     keep,
     line,
+    load_full,
     load_rows,
     logits,
     place,
@@ -32,6 +33,7 @@ from tilewise.kernels.score import (
     slope_of,
     tile_pointers,
     walks,
+    wanted_keys,
 )
 
 
@@ -58,12 +60,14 @@ class Queries(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """Pointers to the first tiles of k and v with their row strides, or the one tile itself."""
+    """Pointers to the first tiles of k and v with their row strides, and the bounds of the keys that the
+    tile of queries sees. Where a program owns keys: its tiles of k and v alone."""
 
     k: Any
     v: Any
     k_row: Any
     v_row: Any
+    edges: Any
 
 
 class Scored(NamedTuple):
@@ -89,19 +93,24 @@ def delta_kernel(out, dout, dlse, delta, rows, heads, DV: tl.constexpr, BLOCK: t
     at = out.data + batch * out.batch + head * out.head
     o = tl.load(at + i[:, None] * out.row + columns[None, :] * out.column, mask=inside, other=0.0)
     at = dout.data + batch * dout.batch + head * dout.head
-    do = tl.load(at + i[:, None] * dout.row + columns[None, :] * dout.column, mask=inside, other=0.0)
+    do = tl.load(
+        at + i[:, None] * dout.row + columns[None, :] * dout.column, mask=inside, other=0.0
+    )
     ACC: tl.constexpr = delta.data.dtype.element_ty
     total = tl.sum(o.to(ACC) * do.to(ACC), 1)
     if dlse is not None:
         at = dlse.data + batch * dlse.batch + head * dlse.head
         total -= tl.load(at + i * dlse.row, mask=i < rows, other=0.0)
-    tl.store(delta.data + batch * delta.batch + head * delta.head + i * delta.row, total, mask=i < rows)
+    tl.store(
+        delta.data + batch * delta.batch + head * delta.head + i * delta.row, total, mask=i < rows
+    )
 
 
 @triton.jit
-def queries_of(q, dout, lse, delta, at, head, numbers, spec, tile, EDGE: tl.constexpr):
-    """The tile of queries of a head. EDGE: it may reach past the last row, and rows that see nothing are
-    read as 0."""
+def queries_of(q, dout, q_tma, dout_tma, lse, delta, at, head, i, spec, tile, EDGE: tl.constexpr):
+    """The tile of queries i … of a head. EDGE: it may reach past the last row, and rows that see nothing
+    are read as 0."""
+    numbers = i + tl.arange(0, tile.BLOCK_Q)
     rows = interval(numbers, at, spec)
     of_lse = line(lse, at, head, at.start_q, numbers)
     of_delta = line(delta, at, head, at.start_q, numbers)
@@ -112,18 +121,17 @@ def queries_of(q, dout, lse, delta, at, head, numbers, spec, tile, EDGE: tl.cons
         missing = tl.load(of_delta, mask=inside & alive, other=0.0)
     else:
         base = tl.load(of_lse)
-        alive = None
         missing = tl.load(of_delta)
     base = tl.where(base == NEG_INF, float("inf"), base * LOG2E if spec.scores.FOLDED else base)
-    columns = tl.arange(0, tile.BLOCK_D)
-    columns_v = tl.arange(0, tile.BLOCK_DV)
-    return Queries(
-        load_rows(tile_pointers(q, at, head, at.start_q, numbers, columns), alive, tile.D),
-        load_rows(tile_pointers(dout, at, head, at.start_q, numbers, columns_v), alive, tile.DV),
-        rows,
-        base,
-        missing,
-    )
+    of_q = tile_pointers(q, at, head, at.start_q, numbers, tl.arange(0, tile.BLOCK_D))
+    of_dout = tile_pointers(dout, at, head, at.start_q, numbers, tl.arange(0, tile.BLOCK_DV))
+    if EDGE:
+        q_tile = load_rows(of_q, alive, tile.D)
+        dout_tile = load_rows(of_dout, alive, tile.DV)
+    else:
+        q_tile = load_full(q_tma, at, head, i, of_q, tile.D)
+        dout_tile = load_full(dout_tma, at, head, i, of_dout, tile.DV)
+    return Queries(q_tile, dout_tile, rows, base, missing)
 
 
 @triton.jit
@@ -166,8 +174,9 @@ def scored(s, dp, x, j, allowed, bias, at, head, spec, tile, EDGE: tl.constexpr,
 
 
 @triton.jit
-def queries_kernel(q, k, v, dout, lse, delta, dq, sums, spec, tile):
-    """dq, and per row the shares of bias, slopes and sinks. Grid: (tiles · heads · batch entries,)."""
+def queries_kernel(q, k, v, dout, lse, delta, k_tma, v_tma, dq, sums, spec, tile):
+    """dq, and per row the shares of bias, slopes and sinks. Grid: (tiles · heads · batch entries,).
+    k_tma, v_tma: descriptors of tiles (1, BLOCK_K, 1, width) or None."""
     tiles = tl.cdiv(spec.sizes.sq, tile.BLOCK_Q)
     if spec.packed is not None:
         tiles += spec.packed.count + 1
@@ -180,16 +189,17 @@ def queries_kernel(q, k, v, dout, lse, delta, dq, sums, spec, tile):
         return
     kv_head = head // spec.sizes.groups
     numbers = i0 + tl.arange(0, tile.BLOCK_Q)
-    x = queries_of(q, dout, lse, delta, at, head, numbers, spec, tile, True)
+    x = queries_of(q, dout, None, None, lse, delta, at, head, i0, spec, tile, True)
     keys = tl.arange(0, tile.BLOCK_K)
     columns = tl.arange(0, tile.BLOCK_D)
+    edges = bounds(i0, tl.minimum(i0 + tile.BLOCK_Q, at.sq), numbers, at, spec)
     y = Keys(
         tile_pointers(k, at, kv_head, at.start_k, keys, columns),
         tile_pointers(v, at, kv_head, at.start_k, keys, tl.arange(0, tile.BLOCK_DV)),
         k.row,
         v.row,
+        edges,
     )
-    edges = bounds(i0, tl.minimum(i0 + tile.BLOCK_Q, at.sq), numbers, at, spec)
     edges = walks(edges, tile.BLOCK_K, spec.HIDES)
     acc = tl.zeros([tile.BLOCK_Q, tile.BLOCK_D], x.base.dtype)
     sum_ds = tl.zeros([tile.BLOCK_Q], x.base.dtype)
@@ -198,17 +208,60 @@ def queries_kernel(q, k, v, dout, lse, delta, dq, sums, spec, tile):
     if spec.HIDES or (spec.band.left is not None) or (spec.key_start is not None):
         for j in range(edges.first, edges.full_first, tile.BLOCK_K):
             acc, sum_ds, sum_p_far, sum_ds_far = _query_step(
-                acc, sum_ds, sum_p_far, sum_ds_far, x, y, j, at, head, sums, spec, tile, True
+                acc,
+                sum_ds,
+                sum_p_far,
+                sum_ds_far,
+                x,
+                y,
+                k_tma,
+                v_tma,
+                j,
+                at,
+                head,
+                sums,
+                spec,
+                tile,
+                True,
             )
     if not spec.HIDES:
         for j in range(edges.full_first, edges.full_last, tile.BLOCK_K):
             acc, sum_ds, sum_p_far, sum_ds_far = _query_step(
-                acc, sum_ds, sum_p_far, sum_ds_far, x, y, j, at, head, sums, spec, tile, False
+                acc,
+                sum_ds,
+                sum_p_far,
+                sum_ds_far,
+                x,
+                y,
+                k_tma,
+                v_tma,
+                j,
+                at,
+                head,
+                sums,
+                spec,
+                tile,
+                False,
             )
-        for j in range(edges.full_last, edges.last, tile.BLOCK_K):
-            acc, sum_ds, sum_p_far, sum_ds_far = _query_step(
-                acc, sum_ds, sum_p_far, sum_ds_far, x, y, j, at, head, sums, spec, tile, True
-            )
+        if tile.RAGGED_K or (spec.band.right is not None):
+            for j in range(edges.full_last, edges.last, tile.BLOCK_K):
+                acc, sum_ds, sum_p_far, sum_ds_far = _query_step(
+                    acc,
+                    sum_ds,
+                    sum_p_far,
+                    sum_ds_far,
+                    x,
+                    y,
+                    k_tma,
+                    v_tma,
+                    j,
+                    at,
+                    head,
+                    sums,
+                    spec,
+                    tile,
+                    True,
+                )
     inside = numbers < at.sq
     tl.store(
         tile_pointers(dq, at, head, at.start_q, numbers, columns),
@@ -221,37 +274,100 @@ def queries_kernel(q, k, v, dout, lse, delta, dq, sums, spec, tile):
 
 @triton.jit
 def _query_step(
-    acc, sum_ds, sum_p_far, sum_ds_far, x, y, j, at, head, sums, spec, tile, EDGE: tl.constexpr
+    acc,
+    sum_ds,
+    sum_p_far,
+    sum_ds_far,
+    x,
+    y,
+    k_tma,
+    v_tma,
+    j,
+    at,
+    head,
+    sums,
+    spec,
+    tile,
+    EDGE: tl.constexpr,
 ):
     if spec.scores.mask is None:
         acc, sum_ds, sum_p_far, sum_ds_far = _query_tile(
-            acc, sum_ds, sum_p_far, sum_ds_far, x, y, j, None, at, head, sums, spec, tile, EDGE
+            acc,
+            sum_ds,
+            sum_p_far,
+            sum_ds_far,
+            x,
+            y,
+            k_tma,
+            v_tma,
+            j,
+            None,
+            at,
+            head,
+            sums,
+            spec,
+            tile,
+            EDGE,
         )
     else:
         along = (j + tl.arange(0, tile.BLOCK_K))[None, :]
         allowed = grid_tile(spec.scores.mask, at, head, x.rows.number[:, None], along, False)
         if tl.max(allowed.to(tl.int32)) > 0:
             acc, sum_ds, sum_p_far, sum_ds_far = _query_tile(
-                acc, sum_ds, sum_p_far, sum_ds_far, x, y, j, allowed, at, head, sums, spec, tile, EDGE
+                acc,
+                sum_ds,
+                sum_p_far,
+                sum_ds_far,
+                x,
+                y,
+                k_tma,
+                v_tma,
+                j,
+                allowed,
+                at,
+                head,
+                sums,
+                spec,
+                tile,
+                EDGE,
             )
     return acc, sum_ds, sum_p_far, sum_ds_far
 
 
 @triton.jit
 def _query_tile(
-    acc, sum_ds, sum_p_far, sum_ds_far, x, y, j, allowed, at, head, sums, spec, tile, EDGE: tl.constexpr
+    acc,
+    sum_ds,
+    sum_p_far,
+    sum_ds_far,
+    x,
+    y,
+    k_tma,
+    v_tma,
+    j,
+    allowed,
+    at,
+    head,
+    sums,
+    spec,
+    tile,
+    EDGE: tl.constexpr,
 ):
     across = x.rows.number[:, None]
     along = (j + tl.arange(0, tile.BLOCK_K))[None, :]
     bias = None
-    wanted = None
     if spec.scores.bias is not None:
         bias = grid_tile(spec.scores.bias, at, head, across, along, NEG_INF).to(acc.dtype)
-    if EDGE:
-        wanted = tl.max(seen_by(x.rows, across, along, allowed, bias, False).to(tl.int32), 0) > 0
     start = tl.cast(j, tl.int64)
-    k_tile = load_rows(y.k + start * y.k_row, wanted, tile.D)
-    v_tile = load_rows(y.v + start * y.v_row, wanted, tile.DV)
+    kv_head = head // spec.sizes.groups
+    if EDGE:
+        seen = seen_by(x.rows, across, along, allowed, bias, False)
+        wanted = wanted_keys(seen, j + tl.arange(0, tile.BLOCK_K), y.edges, spec)
+        k_tile = load_rows(y.k + start * y.k_row, wanted, tile.D)
+        v_tile = load_rows(y.v + start * y.v_row, wanted, tile.DV)
+    else:
+        k_tile = load_full(k_tma, at, kv_head, j, y.k + start * y.k_row, tile.D)
+        v_tile = load_full(v_tma, at, kv_head, j, y.v + start * y.v_row, tile.DV)
     s = product(x.q, tl.trans(k_tile), tile.PRECISION)
     dp = product(x.dout, tl.trans(v_tile), tile.PRECISION)
     g = scored(s, dp, x, j, allowed, bias, at, head, spec, tile, EDGE, False)
@@ -299,8 +415,9 @@ def _store_sums(sums, x, sum_ds, sum_p_far, sum_ds_far, inside, at, head, spec):
 
 
 @triton.jit
-def keys_kernel(q, k, v, dout, lse, delta, dk, dv, bias_sums, spec, tile):
-    """dk and dv, and per key and query head the shares of a bias. Grid: (tiles · key heads · batch,)."""
+def keys_kernel(q, k, v, dout, lse, delta, q_tma, dout_tma, dk, dv, bias_sums, spec, tile):
+    """dk and dv, and per key and query head the shares of a bias. Grid: (tiles · key heads · batch,).
+    q_tma, dout_tma: descriptors of tiles (1, BLOCK_Q, 1, width) or None."""
     tiles = tl.cdiv(spec.sizes.sk, tile.BLOCK_K)
     if spec.packed is not None:
         tiles += spec.packed.count + 1
@@ -314,7 +431,13 @@ def keys_kernel(q, k, v, dout, lse, delta, dk, dv, bias_sums, spec, tile):
     inside = keys < at.sk
     k_pointers = tile_pointers(k, at, kv_head, at.start_k, keys, tl.arange(0, tile.BLOCK_D))
     v_pointers = tile_pointers(v, at, kv_head, at.start_k, keys, tl.arange(0, tile.BLOCK_DV))
-    y = Keys(load_rows(k_pointers, inside, tile.D), load_rows(v_pointers, inside, tile.DV), None, None)
+    y = Keys(
+        load_rows(k_pointers, inside, tile.D),
+        load_rows(v_pointers, inside, tile.DV),
+        None,
+        None,
+        None,
+    )
     ALL_EDGE: tl.constexpr = spec.HIDES or (spec.key_start is not None)
     edges = bounds_of_keys(j0, tl.minimum(j0 + tile.BLOCK_K, at.sk), at, spec)
     edges = walks(edges, tile.BLOCK_Q, ALL_EDGE)
@@ -327,17 +450,69 @@ def keys_kernel(q, k, v, dout, lse, delta, dk, dv, bias_sums, spec, tile):
         if ALL_EDGE or (spec.band.right is not None):
             for i in range(edges.first, edges.full_first, tile.BLOCK_Q):
                 dk_acc, dv_acc, sum_ds = _key_step(
-                    dk_acc, dv_acc, sum_ds, q, dout, lse, delta, y, i, j0, at, head, bias_sums, spec, tile, True
+                    dk_acc,
+                    dv_acc,
+                    sum_ds,
+                    q,
+                    dout,
+                    q_tma,
+                    dout_tma,
+                    lse,
+                    delta,
+                    y,
+                    i,
+                    j0,
+                    at,
+                    head,
+                    bias_sums,
+                    spec,
+                    tile,
+                    True,
                 )
         if not ALL_EDGE:
             for i in range(edges.full_first, edges.full_last, tile.BLOCK_Q):
                 dk_acc, dv_acc, sum_ds = _key_step(
-                    dk_acc, dv_acc, sum_ds, q, dout, lse, delta, y, i, j0, at, head, bias_sums, spec, tile, False
+                    dk_acc,
+                    dv_acc,
+                    sum_ds,
+                    q,
+                    dout,
+                    q_tma,
+                    dout_tma,
+                    lse,
+                    delta,
+                    y,
+                    i,
+                    j0,
+                    at,
+                    head,
+                    bias_sums,
+                    spec,
+                    tile,
+                    False,
                 )
-            for i in range(edges.full_last, edges.last, tile.BLOCK_Q):
-                dk_acc, dv_acc, sum_ds = _key_step(
-                    dk_acc, dv_acc, sum_ds, q, dout, lse, delta, y, i, j0, at, head, bias_sums, spec, tile, True
-                )
+            if tile.RAGGED_Q or (spec.band.left is not None):
+                for i in range(edges.full_last, edges.last, tile.BLOCK_Q):
+                    dk_acc, dv_acc, sum_ds = _key_step(
+                        dk_acc,
+                        dv_acc,
+                        sum_ds,
+                        q,
+                        dout,
+                        q_tma,
+                        dout_tma,
+                        lse,
+                        delta,
+                        y,
+                        i,
+                        j0,
+                        at,
+                        head,
+                        bias_sums,
+                        spec,
+                        tile,
+                        True,
+                    )
         if bias_sums is not None:
             tl.store(line(bias_sums, at, head, at.start_k, keys), sum_ds, mask=inside)
     columns = tl.arange(0, tile.BLOCK_D)
@@ -356,12 +531,12 @@ def keys_kernel(q, k, v, dout, lse, delta, dk, dv, bias_sums, spec, tile):
 
 @triton.jit
 def _key_step(
-    dk_acc, dv_acc, sum_ds, q, dout, lse, delta, y, i, j0, at, head, bias_sums, spec, tile, EDGE: tl.constexpr
+    dk_acc, dv_acc, sum_ds, q, dout, q_tma, dout_tma, lse, delta, y, i, j0, at, head, bias_sums, spec, tile, EDGE: tl.constexpr
 ):  # fmt: skip
     numbers = i + tl.arange(0, tile.BLOCK_Q)
     if (spec.scores.mask is None) and (spec.key_start is None):
         dk_acc, dv_acc, sum_ds = _key_tile(
-            dk_acc, dv_acc, sum_ds, q, dout, lse, delta, y, numbers, j0, None, at, head, bias_sums, spec, tile, EDGE
+            dk_acc, dv_acc, sum_ds, q, dout, q_tma, dout_tma, lse, delta, y, i, j0, None, at, head, bias_sums, spec, tile, EDGE
         )  # fmt: skip
     else:
         across = numbers[None, :]
@@ -372,7 +547,7 @@ def _key_step(
         seen = seen_by(interval(numbers, at, spec), across, along, allowed, None, True)
         if tl.max(seen.to(tl.int32)) > 0:
             dk_acc, dv_acc, sum_ds = _key_tile(
-                dk_acc, dv_acc, sum_ds, q, dout, lse, delta, y, numbers, j0, allowed, at, head, bias_sums, spec,
+                dk_acc, dv_acc, sum_ds, q, dout, q_tma, dout_tma, lse, delta, y, i, j0, allowed, at, head, bias_sums, spec,
                 tile, EDGE,
             )  # fmt: skip
     return dk_acc, dv_acc, sum_ds
@@ -380,14 +555,15 @@ def _key_step(
 
 @triton.jit
 def _key_tile(
-    dk_acc, dv_acc, sum_ds, q, dout, lse, delta, y, numbers, j0, allowed, at, head, bias_sums, spec, tile,
+    dk_acc, dv_acc, sum_ds, q, dout, q_tma, dout_tma, lse, delta, y, i, j0, allowed, at, head, bias_sums, spec, tile,
     EDGE: tl.constexpr,
 ):  # fmt: skip
-    x = queries_of(q, dout, lse, delta, at, head, numbers, spec, tile, EDGE)
+    x = queries_of(q, dout, q_tma, dout_tma, lse, delta, at, head, i, spec, tile, EDGE)
     bias = None
     if spec.scores.bias is not None:
+        across = (i + tl.arange(0, tile.BLOCK_Q))[None, :]
         along = (j0 + tl.arange(0, tile.BLOCK_K))[:, None]
-        bias = grid_tile(spec.scores.bias, at, head, numbers[None, :], along, NEG_INF).to(dk_acc.dtype)
+        bias = grid_tile(spec.scores.bias, at, head, across, along, NEG_INF).to(dk_acc.dtype)
     s = product(y.k, tl.trans(x.q), tile.PRECISION)
     dp = product(y.v, tl.trans(x.dout), tile.PRECISION)
     g = scored(s, dp, x, j0, allowed, bias, at, head, spec, tile, EDGE, True)
@@ -424,7 +600,7 @@ def bias_kernel(q, k, v, dout, lse, delta, dbias, batches, heads, spec, tile):
     for sharer in range(batches * heads):
         head = owner + sharer % heads
         here = place(number, owner_batch + sharer // heads, spec, tile.BLOCK_Q, False)
-        acc = _bias_tile(acc, q, k, v, dout, lse, delta, numbers, keys, j0, here, head, spec, tile)
+        acc = _bias_tile(acc, q, k, v, dout, lse, delta, keys, j0, here, head, spec, tile)
     base = dbias.data + at.start_q * dbias.row
     base += owner_batch.to(tl.int64) * dbias.batch + owner.to(tl.int64) * dbias.head
     offsets = numbers.to(tl.int64)[:, None] * dbias.row + keys.to(tl.int64)[None, :] * dbias.column
@@ -433,8 +609,10 @@ def bias_kernel(q, k, v, dout, lse, delta, dbias, batches, heads, spec, tile):
 
 
 @triton.jit
-def _bias_tile(acc, q, k, v, dout, lse, delta, numbers, keys, j0, at, head, spec, tile):
-    across, along = numbers[:, None], keys[None, :]
+def _bias_tile(acc, q, k, v, dout, lse, delta, keys, j0, at, head, spec, tile):
+    numbers = at.tile_start + tl.arange(0, tile.BLOCK_Q)
+    across = numbers[:, None]
+    along = keys[None, :]
     allowed = None
     if spec.scores.mask is not None:
         allowed = grid_tile(spec.scores.mask, at, head, across, along, False)
@@ -442,12 +620,14 @@ def _bias_tile(acc, q, k, v, dout, lse, delta, numbers, keys, j0, at, head, spec
     wanted = tl.max(seen.to(tl.int32), 0) > 0
     if tl.max(wanted.to(tl.int32)) > 0:
         bias = grid_tile(spec.scores.bias, at, head, across, along, NEG_INF).to(acc.dtype)
-        x = queries_of(q, dout, lse, delta, at, head, numbers, spec, tile, True)
+        x = queries_of(q, dout, None, None, lse, delta, at, head, at.tile_start, spec, tile, True)
         kv_head = head // spec.sizes.groups
         columns = tl.arange(0, tile.BLOCK_D)
         columns_v = tl.arange(0, tile.BLOCK_DV)
         k_tile = load_rows(tile_pointers(k, at, kv_head, at.start_k, keys, columns), wanted, tile.D)
-        v_tile = load_rows(tile_pointers(v, at, kv_head, at.start_k, keys, columns_v), wanted, tile.DV)
+        v_tile = load_rows(
+            tile_pointers(v, at, kv_head, at.start_k, keys, columns_v), wanted, tile.DV
+        )
         s = product(x.q, tl.trans(k_tile), tile.PRECISION)
         dp = product(x.dout, tl.trans(v_tile), tile.PRECISION)
         acc += scored(s, dp, x, j0, allowed, bias, at, head, spec, tile, True, False).ds

@@ -20,6 +20,7 @@ from tilewise.kernels.score import (
     interval,
     keep,
     line,
+    load_full,
     load_rows,
     logits,
     place,
@@ -28,22 +29,26 @@ from tilewise.kernels.score import (
     seen_by,
     tile_pointers,
     walks,
+    wanted_keys,
 )
 
 
 class Operands(NamedTuple):
-    """A program's tile of q, and pointers to the first tiles of k and v with their row strides."""
+    """A program's tile of q, pointers to the first tiles of k and v with their row strides, and the bounds
+    of the keys that the tile sees."""
 
     q: Any
     k: Any
     v: Any
     k_row: Any
     v_row: Any
+    edges: Any
 
 
 @triton.jit
-def forward_kernel(q, k, v, out, lse, spec, tile):
-    """q, k, v, out: Tokens; lse: Lines; spec: Spec; tile: Tile. Grid: (tiles · heads · batch,)."""
+def forward_kernel(q, k, v, k_tma, v_tma, out, lse, spec, tile):
+    """q, k, v, out: Tokens; k_tma, v_tma: descriptors of tiles (1, BLOCK_K, 1, width) or None; lse: Lines.
+    Grid: (tiles · heads · batch,)."""
     tiles = tl.cdiv(spec.sizes.sq, tile.BLOCK_Q)
     if spec.packed is not None:
         tiles += spec.packed.count + 1
@@ -61,15 +66,16 @@ def forward_kernel(q, k, v, out, lse, spec, tile):
     columns = tl.arange(0, tile.BLOCK_D)
     columns_v = tl.arange(0, tile.BLOCK_DV)
     inside = numbers < at.sq
+    rows = interval(numbers, at, spec)
+    edges = bounds(i0, tl.minimum(i0 + tile.BLOCK_Q, at.sq), numbers, at, spec)
     x = Operands(
         load_rows(tile_pointers(q, at, head, at.start_q, numbers, columns), inside, tile.D),
         tile_pointers(k, at, kv_head, at.start_k, keys, columns),
         tile_pointers(v, at, kv_head, at.start_k, keys, columns_v),
         k.row,
         v.row,
+        edges,
     )
-    rows = interval(numbers, at, spec)
-    edges = bounds(i0, tl.minimum(i0 + tile.BLOCK_Q, at.sq), numbers, at, spec)
     edges = walks(edges, tile.BLOCK_K, spec.HIDES)
 
     ACC: tl.constexpr = tl.float64 if x.q.dtype == tl.float64 else tl.float32
@@ -78,12 +84,13 @@ def forward_kernel(q, k, v, out, lse, spec, tile):
     acc = tl.zeros([tile.BLOCK_Q, tile.BLOCK_DV], ACC)
     if spec.HIDES or (spec.band.left is not None) or (spec.key_start is not None):
         for j in range(edges.first, edges.full_first, tile.BLOCK_K):
-            acc, l, m = _step(acc, l, m, x, rows, j, at, head, spec, tile, True)
+            acc, l, m = _step(acc, l, m, x, k_tma, v_tma, rows, j, at, head, spec, tile, True)
     if not spec.HIDES:
         for j in range(edges.full_first, edges.full_last, tile.BLOCK_K):
-            acc, l, m = _step(acc, l, m, x, rows, j, at, head, spec, tile, False)
-        for j in range(edges.full_last, edges.last, tile.BLOCK_K):
-            acc, l, m = _step(acc, l, m, x, rows, j, at, head, spec, tile, True)
+            acc, l, m = _step(acc, l, m, x, k_tma, v_tma, rows, j, at, head, spec, tile, False)
+        if tile.RAGGED_K or (spec.band.right is not None):
+            for j in range(edges.full_last, edges.last, tile.BLOCK_K):
+                acc, l, m = _step(acc, l, m, x, k_tma, v_tma, rows, j, at, head, spec, tile, True)
 
     if spec.scores.FOLDED:
         m = m * LN2
@@ -111,31 +118,35 @@ def forward_kernel(q, k, v, out, lse, spec, tile):
 
 
 @triton.jit
-def _step(acc, l, m, x, rows, j, at, head, spec, tile, EDGE: tl.constexpr):
+def _step(acc, l, m, x, k_tma, v_tma, rows, j, at, head, spec, tile, EDGE: tl.constexpr):
     """One tile of keys; EDGE: not every row sees all of them."""
     if spec.scores.mask is None:
-        acc, l, m = _attend(acc, l, m, x, rows, j, None, at, head, spec, tile, EDGE)
+        acc, l, m = _attend(acc, l, m, x, k_tma, v_tma, rows, j, None, at, head, spec, tile, EDGE)
     else:
         along = (j + tl.arange(0, tile.BLOCK_K))[None, :]
         allowed = grid_tile(spec.scores.mask, at, head, rows.number[:, None], along, False)
         if tl.max(allowed.to(tl.int32)) > 0:
-            acc, l, m = _attend(acc, l, m, x, rows, j, allowed, at, head, spec, tile, EDGE)
+            acc, l, m = _attend(
+                acc, l, m, x, k_tma, v_tma, rows, j, allowed, at, head, spec, tile, EDGE
+            )
     return acc, l, m
 
 
 @triton.jit
-def _attend(acc, l, m, x, rows, j, allowed, at, head, spec, tile, EDGE: tl.constexpr):
+def _attend(acc, l, m, x, k_tma, v_tma, rows, j, allowed, at, head, spec, tile, EDGE: tl.constexpr):
     across = rows.number[:, None]
     along = (j + tl.arange(0, tile.BLOCK_K))[None, :]
     start = tl.cast(j, tl.int64)
+    kv_head = head // spec.sizes.groups
     bias = None
-    wanted = None
     if spec.scores.bias is not None:
         bias = grid_tile(spec.scores.bias, at, head, across, along, NEG_INF).to(acc.dtype)
     if EDGE:
         seen = seen_by(rows, across, along, allowed, bias, False)
-        wanted = tl.max(seen.to(tl.int32), 0) > 0
-    k_tile = load_rows(x.k + start * x.k_row, wanted, tile.D)
+        wanted = wanted_keys(seen, j + tl.arange(0, tile.BLOCK_K), x.edges, spec)
+        k_tile = load_rows(x.k + start * x.k_row, wanted, tile.D)
+    else:
+        k_tile = load_full(k_tma, at, kv_head, j, x.k + start * x.k_row, tile.D)
     s = product(x.q, tl.trans(k_tile), tile.PRECISION)
     s = logits(s, at, head, across, along, bias, spec).s
     if EDGE:
@@ -152,6 +163,9 @@ def _attend(acc, l, m, x, rows, j, allowed, at, head, spec, tile, EDGE: tl.const
     acc = acc * rebase[:, None]
     if spec.dropout is not None:
         p = tl.where(keep(at, head, rows.number, j, spec, tile.BLOCK_K, False), p, 0.0)
-    v_tile = load_rows(x.v + start * x.v_row, wanted, tile.DV)
+    if EDGE:
+        v_tile = load_rows(x.v + start * x.v_row, wanted, tile.DV)
+    else:
+        v_tile = load_full(v_tma, at, kv_head, j, x.v + start * x.v_row, tile.DV)
     acc = add_product(acc, p.to(v_tile.dtype), v_tile, tile.PRECISION)
     return acc, l, new

@@ -121,7 +121,8 @@ class Spec(NamedTuple):
 
 class Tile(NamedTuple):
     """Sides of a tile, all constexpr: BLOCK_Q queries, BLOCK_K keys; D and DV, and the powers of two that
-    hold them; PRECISION of products of float32."""
+    hold them; PRECISION of products of float32; RAGGED_Q, RAGGED_K: the last tile of a sequence may reach
+    past its end."""
 
     BLOCK_Q: Any
     BLOCK_K: Any
@@ -130,6 +131,8 @@ class Tile(NamedTuple):
     BLOCK_D: Any
     BLOCK_DV: Any
     PRECISION: Any
+    RAGGED_Q: Any
+    RAGGED_K: Any
 
 
 class Place(NamedTuple):
@@ -358,6 +361,27 @@ def seen_by(rows, across, along, allowed, bias, TRANSPOSED: tl.constexpr):
 
 
 @triton.jit
+def wanted_keys(seen, keys, edges, spec):
+    """The keys of an edge tile that a row of it sees: what the others hold, NaN maybe, must not be read.
+    A band leaves no gaps between the bounds of a tile, which saves looking at every entry."""
+    if spec.HIDES or (spec.key_start is not None):
+        wanted = tl.max(seen.to(tl.int32), 0) > 0
+    else:
+        wanted = (keys >= edges.first) & (keys < edges.last)
+    return wanted
+
+
+@triton.jit
+def load_full(tma, at, head, row, pointers, WIDTH: tl.constexpr):
+    """A tile without edges, by the tensor memory accelerator where there is a descriptor for it."""
+    if tma is None:
+        tile = load_rows(pointers, None, WIDTH)
+    else:
+        tile = tma.load([at.batch.to(tl.int32), row, head, 0]).reshape(pointers.shape)
+    return tile
+
+
+@triton.jit
 def load_rows(pointers, wanted, WIDTH: tl.constexpr):
     """A tile of which the last column may lie past WIDTH, and of the rows those that are `wanted`
     (None: all); 0 elsewhere."""
@@ -444,7 +468,9 @@ def keep(at, head, rows, j, spec, BLOCK_K: tl.constexpr, TRANSPOSED: tl.constexp
     i = rows[:, None]
     zero = tl.zeros_like(quads + i)
     seed = tl.load(spec.dropout.seed)
-    w0, w1, w2, w3 = tl.philox(seed, quads + zero, i + zero, head + zero, at.number + zero, n_rounds=7)
+    w0, w1, w2, w3 = tl.philox(
+        seed, quads + zero, i + zero, head + zero, at.number + zero, n_rounds=7
+    )
     words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
     words = tl.reshape(words, [rows.shape[0], BLOCK_K])
     if TRANSPOSED:

@@ -30,12 +30,14 @@ def spec(problem: Problem) -> Any:
     sizes = score.Sizes(sq, sk, q.shape[-2], k.shape[-2], problem.groups)
     band = score.Band(*sides(problem), score.constexpr(problem.band.align == "bottom-right"))
     key_range, dropout = problem.key_range, problem.dropout
+    if dropout is not None and round(dropout.p * 2**32) == 0:
+        dropout = None  # rarer than one in 2³²: nothing is dropped
     return score.Spec(
         sizes,
         band,
         _scores(problem),
         *((None, None) if key_range is None else map(_row_lines, key_range)),
-        None if dropout is None else _dropout(dropout.p, dropout.seed),
+        None if dropout is None else _dropout(dropout.p, dropout.seed, _number_for(q.dtype)),
         None if packed is None else _packed(*packed[:2]),
         score.constexpr(problem.scores.mask is not None or problem.scores.bias is not None),
     )
@@ -56,9 +58,7 @@ def _scores(problem: Problem) -> Any:
     plain = s.softcap is None and s.alibi_slopes is None and s.bias is None
     # Folded, unit · m is carried, which must not overflow where the logit itself does not.
     folded = plain and 0 < s.scale * LOG2E <= 1
-    number: Callable[[float], Any] = float
-    if problem.q.dtype == torch.float64:
-        number = score.constexpr  # as an argument it would be rounded to float32
+    number = _number_for(problem.q.dtype)
     slopes = s.alibi_slopes
     if slopes is not None:
         slopes = score.Lines(
@@ -76,10 +76,17 @@ def _scores(problem: Problem) -> Any:
     )
 
 
-def _dropout(p: float, seed: Tensor) -> Any:
+def _number_for(dtype: torch.dtype) -> Callable[[float], Any]:
+    """How a number reaches a kernel: as an argument it is rounded to float32, so float64 compiles it in."""
+    from tilewise.kernels.score import constexpr
+
+    return constexpr if dtype == torch.float64 else float
+
+
+def _dropout(p: float, seed: Tensor, number: Callable[[float], Any]) -> Any:
     from tilewise.kernels.score import Dropout
 
-    return Dropout(seed, max(0, round(p * 2**32) - 1), keep_scale(p))
+    return Dropout(seed, round(p * 2**32) - 1, number(keep_scale(p)))
 
 
 def _packed(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Any:

@@ -87,13 +87,37 @@ def cuda_target(capability: int) -> GPUTarget:
 def report(kernel: Any, target: GPUTarget) -> Report:
     """What ptxas says of a compiled kernel."""
     architecture = f"sm_{target.arch}" + "a" * (int(target.arch) >= 90)
-    ptxas = triton.knobs.nvidia.ptxas_blackwell if int(target.arch) >= 100 else triton.knobs.nvidia.ptxas
+    ptxas = (
+        triton.knobs.nvidia.ptxas_blackwell
+        if int(target.arch) >= 100
+        else triton.knobs.nvidia.ptxas
+    )
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.ptx"
         source.write_text(kernel.asm["ptx"])
-        command = [ptxas.path, "-v", f"--gpu-name={architecture}", str(source), "-o", f"{folder}/cubin"]
+        command = [
+            ptxas.path,
+            "-v",
+            f"--gpu-name={architecture}",
+            str(source),
+            "-o",
+            f"{folder}/cubin",
+        ]
         log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     registers = [int(n) for n in re.findall(r"Used (\d+) registers", log)]
     spilled = [int(n) for n in re.findall(r"(\d+) bytes spill stores", log)]
     notes = tuple(sorted(set(re.findall(r"\(C75\d\d\)[^\n]*", log))))
-    return Report(kernel.name, max(registers), kernel.metadata.shared, max(spilled, default=0), notes)
+    return Report(
+        kernel.name, max(registers), kernel.metadata.shared, max(spilled, default=0), notes
+    )
+
+
+def summary(kernel: Any) -> Report:
+    """What the binary of a compiled kernel needs, at once and without the notes: spills are its stack."""
+    with tempfile.TemporaryDirectory() as folder:
+        binary = Path(folder) / "kernel.cubin"
+        binary.write_bytes(kernel.asm["cubin"])
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", str(binary)]
+        log = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers, stack = (max(map(int, re.findall(rf"{n}:(\d+)", log))) for n in ("REG", "STACK"))
+    return Report(kernel.name, registers, kernel.metadata.shared, stack, ())

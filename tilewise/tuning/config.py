@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 TABLES = Path(__file__).parent / "tables"
-OPERATIONS = ("forward", "queries", "keys", "bias", "hopper_forward")
+OPERATIONS = ("forward", "queries", "keys", "bias")
+HOPPER_OPERATIONS = ("hopper_forward",)
 MASKS = ("full", "band", "general")
 # Up to this many rows or keys a problem is "short".
 SHORT = 1024
@@ -32,8 +33,8 @@ class Key(NamedTuple):
     """What a configuration depends on.
 
     Attributes:
-        operation: one of OPERATIONS; "queries" is the kernel of dq, "keys" that of dk and dv, those of
-            Hopper have their own names.
+        operation: one of OPERATIONS or HOPPER_OPERATIONS; "queries" is the kernel of dq, "keys" that of
+            dk and dv.
         bits: of the dtype of q, k, v.
         head_dim: the power of two that holds the larger of D and Dv, at least 16.
         mask: "full", "band" (causal, window), or "general": anything that is looked at entry by entry
@@ -68,9 +69,10 @@ def override(**configs: Config) -> Iterator[None]:
         ...     config_for("some device", Key("forward", 16, 64, "full", "long")).block_q
         64
     """
-    unknown = set(configs) - set(OPERATIONS)
+    known = (*OPERATIONS, *HOPPER_OPERATIONS)
+    unknown = set(configs) - set(known)
     if unknown:
-        raise ValueError(f"operation must be one of {OPERATIONS}, got {sorted(unknown)}")
+        raise ValueError(f"operation must be one of {known}, got {sorted(unknown)}")
     token = _overrides.set({**(_overrides.get() or {}), **configs})
     try:
         yield
@@ -94,7 +96,11 @@ def _looked_up(device: str, key: Key) -> Config:
 @functools.cache
 def table(device: str) -> dict[Key, Config]:
     """The tuned configurations of a device; empty for one that has no table."""
-    path = table_path(device)
+    return read_table(table_path(device))
+
+
+def read_table(path: Path) -> dict[Key, Config]:
+    """What `write_table` wrote; empty where there is no such file."""
     if not path.exists():
         return {}
     entries: list[dict[str, Any]] = json.loads(path.read_text())["configs"]
@@ -118,7 +124,9 @@ def heuristic(key: Key) -> Config:
     """What a device of unknown name gets: tiles that fit 64 KB of shared memory with 16-bit operands."""
     if key.operation == "hopper_forward":
         # Four warps load, and each 64 rows have four. A third 64 leave each thread fewer registers.
-        if key.head_dim <= 64 and (key.mask == "full" or (key.mask, key.length) == ("band", "long")):
+        if key.head_dim <= 64 and (
+            key.mask == "full" or (key.mask, key.length) == ("band", "long")
+        ):
             return Config(192, 128, 16, 2)
         return Config(128, 128 if key.head_dim <= 128 else 64, 12, 2)
     if key.bits == 64:

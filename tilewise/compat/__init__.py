@@ -1,0 +1,5 @@
+"""The spellings of others: `sdpa`, `flash_attn`, `flash_attn_3`. They rename; tilewise computes.
+
+Each is imported explicitly (``import tilewise.compat.sdpa``). What an argument of another library means
+is said in tilewise's own words, or refused by a ValueError that names it; nothing is dropped.
+"""
