@@ -194,7 +194,8 @@ def forward(problem: Problem) -> Result:
     maxnreg, registers = _REGISTERS[plan.groups]
     ragged = (last - first) % plan.block_k != 0
     fenced = max(plan.block_d, plan.block_dv) == 64
-    tile = kernels.Tile(*map(kernels.constexpr, (*plan, ragged, fenced, registers)), kernels.WHOLE)
+    sides = (*plan, ragged, fenced, registers, kernels.WHOLE.value)
+    tile = kernels.Tile(*map(kernels.constexpr, sides))
     with current(q.device):
         spec, walk = _order(problem, plan, plan.groups * _GROUP_ROWS)
         programs = min(walk.tiles, _multiprocessors(q.device))
