@@ -12,7 +12,6 @@ import triton.language as tl
 
 from tilewise.arguments import problem_of
 from tilewise.backends import hopper
-from tilewise.kernels import twins
 from tilewise.kernels.hopper_walk import blocks_of, work_of
 
 GROUP_ROWS, GROUPS, BLOCK_K = 8, 2, 16
