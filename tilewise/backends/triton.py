@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import math
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -28,6 +29,7 @@ from tilewise.spec import Problem, Scores
 from tilewise.tuning.config import Config, Key, config_for, length_bucket, mask_kind
 
 SPLITS_LSE = False
+INSTALLED = importlib.util.find_spec("triton") is not None
 LARGEST_HEAD_DIM = 512
 _LOG2E = math.log2(math.e)
 # Grids are one-dimensional and token counts 32-bit.
@@ -40,7 +42,7 @@ def unsupported(problem: Problem) -> list[str]:
     reasons = []
     if q.device.type != "cuda" and not (q.device.type == "cpu" and interpreted()):
         reasons.append(f"Triton's kernels run on a GPU, and q is on {q.device}")
-    if importlib.util.find_spec("triton") is None:
+    if not INSTALLED:
         reasons.append("the package triton is not installed (it comes with PyTorch for CUDA)")
     if problem.paged is not None:
         reasons.append("pages are not served")
@@ -61,12 +63,11 @@ def unsupported(problem: Problem) -> list[str]:
 
 
 def interpreted() -> bool:
-    """Whether Triton runs its kernels on the CPU, in Python (TRITON_INTERPRET=1)."""
-    if importlib.util.find_spec("triton") is None:
-        return False
-    import triton
+    """Whether Triton runs its kernels on the CPU, in Python (TRITON_INTERPRET=1).
 
-    return bool(triton.knobs.runtime.interpret)
+    Read as Triton reads it, but without importing Triton: every call on a CPU asks.
+    """
+    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
 
 
 def _too_old(capability: tuple[int, int], dtype: torch.dtype) -> list[str]:
@@ -121,6 +122,7 @@ def backward(
 ) -> Gradients:
     """Gradients of q, k, v and of the bias (if wanted), slopes and sinks that there are."""
     from tilewise.kernels import backward as kernels
+    from tilewise.kernels.score import constexpr
 
     q, k, v, s = problem.q, problem.k, problem.v, problem.scores
     dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
@@ -143,7 +145,7 @@ def backward(
         chosen = _config(problem, "queries")
         grid = _tiles(problem, chosen.block_q, "q") * q.shape[-2]
         given = {name: None if t is None else _lines(t) for name, t in sums.items()}
-        wanted = kernels.constexpr(any(t is not None for t in sums.values()))
+        wanted = constexpr(any(t is not None for t in sums.values()))
         rows = kernels.Sums(**given, dlse=None if dlse is None else _lines(dlse), WANTED=wanted)
         arguments = (*operands, *_tmas(problem, chosen.block_k, k, v), _tokens(dq), rows)
         _launch(
@@ -151,8 +153,7 @@ def backward(
         )
     key_sums = None
     if per_key:
-        shape = lse.shape[:-1] + (k.shape[0 if problem.packed else 1],)
-        key_sums = lse.new_empty(shape)
+        key_sums = lse.new_empty(*lse.shape[:-1], k.shape[0 if problem.packed else 1])
     if dk.numel():
         chosen = _config(problem, "keys")
         grid = _tiles(problem, chosen.block_k, "k") * k.shape[-2]
@@ -328,16 +329,18 @@ def _spec(problem: Problem) -> Any:
     sq, sk = q.shape[tokens], k.shape[tokens]
     sizes = score.Sizes(sq, sk, q.shape[-2], k.shape[-2], problem.groups)
     # A side that reaches past every position hides nothing.
-    sides = (n if n is not None and n < sq + sk else None for n in problem.band[:2])
-    band = score.Band(*sides, score.constexpr(problem.band.align == "bottom-right"))
-    key_range, dropout = problem.key_range, problem.dropout
+    left, right = (n if n is not None and n < sq + sk else None for n in problem.band[:2])
+    band = score.Band(left, right, score.constexpr(problem.band.align == "bottom-right"))
+    dropout = problem.dropout
+    key_start, key_end = map(_row_lines, problem.key_range or (None, None))
     if dropout is not None and round(dropout.p * 2**32) == 0:
         dropout = None  # rarer than one in 2³²: nothing is dropped
     return score.Spec(
         sizes,
         band,
         _scores(problem),
-        *((None, None) if key_range is None else map(_row_lines, key_range)),
+        key_start,
+        key_end,
         None if dropout is None else _dropout(dropout.p, dropout.seed, _number_for(q.dtype)),
         None if packed is None else _packed(*packed[:2]),
         score.constexpr(problem.scores.mask is not None or problem.scores.bias is not None),
@@ -352,21 +355,23 @@ def _scores(problem: Problem) -> Any:
     # Folded, unit · m is carried, which must not overflow where the logit itself does not.
     folded = plain and 0 < s.scale * _LOG2E <= 1
     number = _number_for(problem.q.dtype)
-    slopes = s.alibi_slopes
-    if slopes is not None:
-        slopes = score.Lines(
-            slopes, slopes.stride(0) if slopes.ndim == 2 else 0, slopes.stride(-1), 0
-        )
     return score.Scores(
         scale=number(s.scale),
         unit=number(s.scale * _LOG2E) if folded else score.LOG2E,
         softcap=None if s.softcap is None else number(s.softcap),
-        slopes=slopes,
+        slopes=None if s.alibi_slopes is None else _slopes(s.alibi_slopes),
         bias=None if s.bias is None else _grid(s.bias),
         mask=None if s.mask is None else _grid(s.mask),
         sinks=None if s.sinks is None else s.sinks.contiguous(),
         FOLDED=score.constexpr(folded),
     )
+
+
+def _slopes(t: Tensor) -> Any:
+    """(Hq,) or (B, Hq): one number per head, none per row."""
+    from tilewise.kernels.score import Lines
+
+    return Lines(t, t.stride(0) if t.ndim == 2 else 0, t.stride(-1), 0)
 
 
 def _number_for(dtype: torch.dtype) -> Callable[[float], Any]:
@@ -405,10 +410,12 @@ def _lines(t: Tensor) -> Any:
     return Lines(t, t.stride(0) if t.ndim == 3 else 0, t.stride(-2), t.stride(-1))
 
 
-def _row_lines(t: Tensor) -> Any:
+def _row_lines(t: Tensor | None) -> Any:
     """(B or 1, S or 1), packed (total or 1,)."""
     from tilewise.kernels.score import Lines
 
+    if t is None:
+        return None
     strides = [0 if n == 1 else stride for n, stride in zip(t.shape, t.stride(), strict=True)]
     return Lines(t, strides[0] if t.ndim == 2 else 0, 0, strides[-1])
 
@@ -419,8 +426,9 @@ def _grid(t: Tensor) -> Any:
 
     strides = [0 if n == 1 else stride for n, stride in zip(t.shape, t.stride(), strict=True)]
     batch = strides[0] if t.ndim == 4 else 0
+    head, row, column = strides[-3:]
     by_row, by_column = (constexpr(n != 1) for n in t.shape[-2:])
-    return Grid(t, batch, *strides[-3:], t.shape[-1], by_row, by_column)
+    return Grid(t, batch, head, row, column, t.shape[-1], by_row, by_column)
 
 
 # ------------------------------------------------------------------ gradients of what is shared
