@@ -35,6 +35,7 @@ from tilewise.tuning.config import (
 )
 
 SPLITS_LSE = False
+INSTALLED = importlib.util.find_spec("triton") is not None
 LARGEST_HEAD_DIM = 512
 # Grids are one-dimensional and token counts 32-bit.
 _LARGEST_COUNT = 2**30
@@ -46,7 +47,7 @@ def unsupported(problem: Problem) -> list[str]:
     reasons = []
     if q.device.type != "cuda" and not (q.device.type == "cpu" and interpreted()):
         reasons.append(f"Triton's kernels run on a GPU, and q is on {q.device}")
-    if not _installed():
+    if not INSTALLED:
         reasons.append("the package triton is not installed (it comes with PyTorch for CUDA)")
     if problem.paged is not None:
         reasons.append("pages are not served")
@@ -66,14 +67,9 @@ def unsupported(problem: Problem) -> list[str]:
     return reasons
 
 
-@functools.cache
-def _installed() -> bool:
-    return importlib.util.find_spec("triton") is not None
-
-
 def interpreted() -> bool:
     """Whether Triton runs its kernels on the CPU, in Python (TRITON_INTERPRET=1)."""
-    if not (os.environ.get("TRITON_INTERPRET") and _installed()):
+    if not (os.environ.get("TRITON_INTERPRET") and INSTALLED):
         return False
     import triton
 
