@@ -22,6 +22,7 @@ from tilewise.cli import demo as command
 from tilewise.cli import demonstrations, measure, messages, model
 from tilewise.cli.__main__ import app, main
 from tilewise.cli.measure import Usage
+from tilewise.compat import transformers
 
 
 def demo(*arguments: str) -> Result:
@@ -265,7 +266,7 @@ def test_the_model_writes_the_same_with_tilewise(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(demonstrations, "PROMPT_TOKENS", 150)
     monkeypatch.setattr(demonstrations, "NEW_TOKENS", 4)
     calls: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
-    original = model._attention
+    original = transformers.attention_of_module
 
     def watched(
         module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **rest: Any
@@ -274,7 +275,7 @@ def test_the_model_writes_the_same_with_tilewise(monkeypatch: pytest.MonkeyPatch
         calls.append((tuple(query.shape), tuple(key.shape)))
         return original(module, query, key, value, mask, **rest)
 
-    monkeypatch.setattr(model, "_attention", watched)
+    monkeypatch.setattr(transformers, "attention_of_module", watched)
     result = demo("--only", "5")
     assert result.exit_code == 0, result.output
     assert_plain(result.output)

@@ -16,6 +16,7 @@ import torch
 from typer.testing import CliRunner
 
 import tilewise
+import tilewise.compat
 from tilewise.cli.__main__ import app
 
 ROOT = Path(__file__).parent.parent
@@ -24,6 +25,7 @@ RUN = [*READMES, *sorted((ROOT / "docs").glob("*.md"))]
 PAGES = [*RUN, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "benchmarks" / "README.md"]
 # The docstrings of the textbook have a test beside it.
 MODULES = [m.name for m in pkgutil.iter_modules(tilewise.__path__) if m.name != "textbook"]
+DROP_IN = [f"compat.{m.name}" for m in pkgutil.iter_modules(tilewise.compat.__path__)]
 
 
 def named(path: Path) -> str:
@@ -81,9 +83,13 @@ def test_commands_exist(path: Path) -> None:
             if words and words[0].endswith("tilewise"):
                 result = CliRunner().invoke(app, [*words[1:], "--help"])
                 assert result.exit_code == 0, line
+            elif words[:2] == ["python", "-m"] and words[2].startswith("tilewise."):
+                with pytest.raises(SystemExit) as left:
+                    importlib.import_module(words[2]).main([*words[3:], "--help"])
+                assert left.value.code == 0, line
 
 
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", [*MODULES, *DROP_IN])
 def test_docstring_examples(name: str) -> None:
     module = importlib.import_module(f"tilewise.{name}")
     result = doctest.testmod(module, extraglobs={"tilewise": tilewise, "torch": torch})
@@ -94,3 +100,10 @@ def test_docstring_examples(name: str) -> None:
 def test_every_public_function_has_an_example(name: str) -> None:
     item = getattr(tilewise, name)
     assert isinstance(item, type) or ">>> " in (item.__doc__ or "")
+
+
+@pytest.mark.parametrize("name", DROP_IN)
+def test_every_drop_in_name_has_an_example(name: str) -> None:
+    module = importlib.import_module(f"tilewise.{name}")
+    for item in getattr(module, "__all__", []):
+        assert ">>> " in (getattr(module, item).__doc__ or "") or item == "uninstall"

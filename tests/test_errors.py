@@ -124,6 +124,17 @@ TENSORS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 }
 
 
+@pytest.mark.parametrize(("hq", "hkv"), [(4, 4), (4, 2), (3, 1)])
+@pytest.mark.parametrize(("sq", "sk"), [(1, 9), (5, 9), (9, 5)])
+def test_heads_before_tokens(hq, hkv, sq, sk):
+    q, k = draw(B, hq, sq, D), draw(B, hkv, sk, D)
+    for call in (tilewise.attention, explained):
+        raises(call, {"q": q, "k": k, "v": k}, ("multiple", "(B, H, S, D)", "t.transpose(1, 2)"))
+    with pytest.raises(ValueError, match="multiple") as error:  # lengths that are no heads either
+        tilewise.attention(draw(B, 3, sq, D), draw(B, 2, sk, D), draw(B, 2, sk, D))
+    assert "transpose" not in str(error.value)
+
+
 @pytest.mark.parametrize("case", TENSORS)
 def test_operands(case):
     changes, words = TENSORS[case]
@@ -181,7 +192,7 @@ PACKED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "bias heads": ({"bias": draw(2, 7, 5)}, ("bias", "(4, 7, any)", "(2, 7, 5)")),
     "slopes of as many sequences": (
         {"alibi_slopes": draw(3, HQ)},
-        ("alibi_slopes", "(2, 4)", "(4)", "(3, 4)"),
+        ("alibi_slopes", "(2, 4)", "(4,)", "(3, 4)"),
     ),
 }
 
@@ -407,7 +418,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"alibi_slopes": torch.empty(HQ, device=META)},
         ("alibi_slopes", "device", "meta"),
     ),
-    "sinks": ({"sinks": draw(HKV)}, ("sinks", "Hq", "4", "(2,)")),
+    "sinks": ({"sinks": draw(HKV)}, ("sinks", "(Hq,) = (4,)", "(2,)")),
     "sinks of rank 2": ({"sinks": draw(B, HQ)}, ("sinks", "Hq", "(2, 4)")),
     "sinks of float64": ({"sinks": draw(HQ).double()}, ("sinks", "float32", "torch.float64")),
     "sinks' device": ({"sinks": torch.empty(HQ, device=META)}, ("sinks", "device", "meta")),
@@ -429,6 +440,11 @@ def test_options(case, entry):
 
 
 SHAPES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "mask of padding": (
+        {"mask": torch.ones(B, SK, dtype=torch.bool)},
+        ("mask", "(2, 4, 3, 5)", "(2, 5)", "mask[:, None, None, :]"),
+    ),
+    "bias of padding": ({"bias": draw(B, SK)}, ("bias", "(2, 5)", "bias[:, None, None, :]")),
     "mask": ({"mask": torch.ones(SQ, 4, dtype=torch.bool)}, ("(2, 4, 3, 5)", "(3, 4)")),
     "mask heads": ({"mask": torch.ones(2, 1, 1, dtype=torch.bool)}, ("(2, 4, 3, 5)", "(2, 1, 1)")),
     "bias": ({"bias": draw(5, 3)}, ("bias", "(B, Hq, Sq, Sk)", "(2, 4, 3, 5)", "(5, 3)")),

@@ -345,6 +345,26 @@ def test_exactly_five_tensors_are_saved_and_none_is_n_by_m(causal: bool) -> None
     O.sum().backward()
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_as_courses_on_systems_test_it(causal: bool) -> None:
+    """Batches (b, n, d); among what is saved, L alone has shape (b, n)."""
+    Q, K, V, dO = torch.randn(4, 3, 128, 32, generator=torch.Generator().manual_seed(0)).unbind()
+    Q, K, V = (x.clone().requires_grad_() for x in (Q, K, V))
+    S = Q @ K.mT / 32**0.5
+    if causal:
+        S = S.masked_fill(torch.ones(128, 128, dtype=torch.bool).triu(1), -torch.inf)
+    O_want = torch.softmax(S, -1) @ V
+
+    O = FlashAttention.apply(Q, K, V, causal)
+    (L,) = (x for x in O.grad_fn.saved_tensors if x.shape == (3, 128))
+    torch.testing.assert_close(O, O_want)
+    torch.testing.assert_close(L, torch.logsumexp(S, -1))
+    got = torch.autograd.grad(O, (Q, K, V), dO)
+    want = torch.autograd.grad(O_want, (Q, K, V), dO)
+    for gradient, wanted in zip(got, want, strict=True):
+        torch.testing.assert_close(gradient, wanted, rtol=1e-4, atol=1e-5)
+
+
 def test_no_tensor_of_the_backward_is_n_by_m() -> None:
     """Not saved is not enough: nor is one made on the way."""
     n, m = 90, 110

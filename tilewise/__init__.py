@@ -1,9 +1,11 @@
 """Exact attention (FlashAttention) in O(n) memory, in pure Python.
 
 `attention`, `attention_varlen` and `attention_paged` compute; `explain` says which backend would;
-`cost` counts; `merge` joins partial results. `tilewise.textbook` is the algorithm to read.
+`cost` counts; `merge` joins partial results. `tilewise.nn` has a module with projections and a cache.
+`tilewise.textbook` is the algorithm to read.
 """
 
+from tilewise import nn
 from tilewise.api import alibi_slopes, attention, attention_paged, attention_varlen, explain
 from tilewise.cost import Cost, cost
 from tilewise.dispatch import Choice
@@ -20,4 +22,5 @@ __all__ = [
     "cost",
     "explain",
     "merge",
+    "nn",
 ]

@@ -6,6 +6,7 @@ A ValueError names the argument, what came and what is wanted.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,6 +29,10 @@ def problem_of(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Problem:
     return dense_problem(q, k, v, **arguments)
 
 
+def _tuple(parts: Sequence[str]) -> str:
+    return f"({parts[0]},)" if len(parts) == 1 else f"({', '.join(parts)})"
+
+
 class _Shape:
     """What the other arguments must fit: (name, size) pairs, so that messages can say both."""
 
@@ -35,8 +40,8 @@ class _Shape:
         self.names, self.sizes = tuple(sizes), tuple(sizes.values())
 
     def __str__(self) -> str:
-        sizes = ", ".join("any" if n is None else str(n) for n in self.sizes)
-        return f"({', '.join(self.names)}) = ({sizes})"
+        sizes = ["any" if n is None else str(n) for n in self.sizes]
+        return f"{_tuple(self.names)} = {_tuple(sizes)}"
 
     def takes(self, t: Tensor) -> bool:
         """Whether t broadcasts to this shape; a size None takes any."""
@@ -78,8 +83,8 @@ def packed_problem(
         },
         3,
     )
-    cu_q = _index("cu_seqlens_q", cu_seqlens_q, q.device, 1, "(sequences + 1,)")
-    cu_k = _index("cu_seqlens_k", cu_seqlens_k, q.device, 1, "(sequences + 1,)")
+    cu_q = checked_index("cu_seqlens_q", cu_seqlens_q, q.device, 1, "(sequences + 1,)")
+    cu_k = checked_index("cu_seqlens_k", cu_seqlens_k, q.device, 1, "(sequences + 1,)")
     if not cu_q.shape[0] == cu_k.shape[0] >= 1:
         raise ValueError(
             "cu_seqlens_q and cu_seqlens_k must both have one entry more than there are sequences, "
@@ -119,8 +124,8 @@ def paged_problem(
             f"{tuple(k.shape)} and {tuple(v.shape)}"
         )
     b, sq, hq, _ = q.shape
-    table = _index("page_table", page_table, q.device, 2, "(B, max_pages)")
-    used = _index("seqused_k", seqused_k, q.device, 1, "(B,)")
+    table = checked_index("page_table", page_table, q.device, 2, "(B, max_pages)")
+    used = checked_index("seqused_k", seqused_k, q.device, 1, "(B,)")
     for name, index in (("page_table", table), ("seqused_k", used)):
         if index.shape[0] != b:
             raise ValueError(
@@ -177,32 +182,42 @@ def _operands(given: dict[str, tuple[Tensor, str]], ndim: int) -> tuple[Tensor, 
             f"{k_name} and {v_name} must have the same tokens and heads, got {tuple(k.shape)} and "
             f"{tuple(v.shape)}"
         )
-    hq, hkv = q.shape[-2], k.shape[-2]
-    if (hkv == 0 and hq != 0) or (hkv and hq % hkv):
+    if not _is_multiple(q.shape[-2], k.shape[-2]):
+        hint = ""
+        if k_name == "k" and ndim == 4 and _is_multiple(q.shape[1], k.shape[1]):
+            hint = "; tensors (B, H, S, D) are given as t.transpose(1, 2)"
         raise ValueError(
-            f"{q_name} must have a multiple of the {hkv} heads of {k_name}, got {hq} heads"
+            f"{q_name} must have a multiple of the {k.shape[-2]} heads of {k_name}, got {q.shape[-2]} "
+            f"heads{hint}"
         )
     return q, k, v
 
 
+def _is_multiple(number: int, divisor: int) -> bool:
+    return number % divisor == 0 if divisor else number == 0
+
+
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Cast as autocast casts the arguments of F.scaled_dot_product_attention."""
-    device = tensors[0].device.type
-    if device == "meta" or not torch.is_autocast_enabled(device):
+    device = tensors[0].device
+    if not autocast_is_on(device):
         return tensors
-    dtype = torch.get_autocast_dtype(device)
+    dtype = torch.get_autocast_dtype(device.type)
     return tuple(t if t.dtype == torch.float64 else t.to(dtype) for t in tensors)
 
 
 def _autocast_beside(q: Tensor, t: Any) -> Any:
     """Under autocast, what is of another low precision than q becomes q's; float32 stays."""
-    kind = q.device.type
-    if not isinstance(t, Tensor) or kind == "meta" or not torch.is_autocast_enabled(kind):
+    if not isinstance(t, Tensor) or not autocast_is_on(q.device):
         return t
     return t.to(q.dtype) if t.dtype in (torch.float16, torch.bfloat16) else t
 
 
-def _index(name: str, t: Any, device: torch.device, ndim: int, shape: str) -> Tensor:
+def autocast_is_on(device: torch.device) -> bool:
+    return device.type != "meta" and torch.is_autocast_enabled(device.type)
+
+
+def checked_index(name: str, t: Any, device: torch.device, ndim: int, shape: str) -> Tensor:
     """An integer tensor of lengths or pages, checked."""
     if not isinstance(t, Tensor) or t.dtype not in INDEX_DTYPES or t.ndim != ndim:
         got = f"{t.dtype} {tuple(t.shape)}" if isinstance(t, Tensor) else type(t).__name__
@@ -354,7 +369,10 @@ def _check_tensor(
     if not any(s.takes(t) if broadcast else s.sizes == tuple(t.shape) for s in shapes):
         verb = "broadcast to" if broadcast else "have shape"
         wanted = " or ".join(map(str, shapes))
-        raise ValueError(f"{name} must {verb} {wanted}, got {tuple(t.shape)}")
+        sizes, hint = shapes[0].sizes, ""
+        if broadcast and len(sizes) == 4 and t.shape == (sizes[0], sizes[3]):
+            hint = f"; one of keys for each batch entry is {name}[:, None, None, :]"
+        raise ValueError(f"{name} must {verb} {wanted}, got {tuple(t.shape)}{hint}")
 
 
 def _padded(t: Tensor, ndim: int) -> Tensor:

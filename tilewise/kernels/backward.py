@@ -243,24 +243,25 @@ def queries_kernel(q, k, v, dout, lse, delta, k_tma, v_tma, dq, sums, spec, tile
                 tile,
                 False,
             )
-        for j in range(edges.full_last, edges.last, tile.BLOCK_K):
-            acc, sum_ds, sum_p_far, sum_ds_far = _query_step(
-                acc,
-                sum_ds,
-                sum_p_far,
-                sum_ds_far,
-                x,
-                y,
-                k_tma,
-                v_tma,
-                j,
-                at,
-                head,
-                sums,
-                spec,
-                tile,
-                True,
-            )
+        if tile.RAGGED_K or (spec.band.right is not None):
+            for j in range(edges.full_last, edges.last, tile.BLOCK_K):
+                acc, sum_ds, sum_p_far, sum_ds_far = _query_step(
+                    acc,
+                    sum_ds,
+                    sum_p_far,
+                    sum_ds_far,
+                    x,
+                    y,
+                    k_tma,
+                    v_tma,
+                    j,
+                    at,
+                    head,
+                    sums,
+                    spec,
+                    tile,
+                    True,
+                )
     inside = numbers < at.sq
     tl.store(
         tile_pointers(dq, at, head, at.start_q, numbers, columns),
@@ -490,27 +491,28 @@ def keys_kernel(q, k, v, dout, lse, delta, q_tma, dout_tma, dk, dv, bias_sums, s
                     tile,
                     False,
                 )
-            for i in range(edges.full_last, edges.last, tile.BLOCK_Q):
-                dk_acc, dv_acc, sum_ds = _key_step(
-                    dk_acc,
-                    dv_acc,
-                    sum_ds,
-                    q,
-                    dout,
-                    q_tma,
-                    dout_tma,
-                    lse,
-                    delta,
-                    y,
-                    i,
-                    j0,
-                    at,
-                    head,
-                    bias_sums,
-                    spec,
-                    tile,
-                    True,
-                )
+            if tile.RAGGED_Q or (spec.band.left is not None):
+                for i in range(edges.full_last, edges.last, tile.BLOCK_Q):
+                    dk_acc, dv_acc, sum_ds = _key_step(
+                        dk_acc,
+                        dv_acc,
+                        sum_ds,
+                        q,
+                        dout,
+                        q_tma,
+                        dout_tma,
+                        lse,
+                        delta,
+                        y,
+                        i,
+                        j0,
+                        at,
+                        head,
+                        bias_sums,
+                        spec,
+                        tile,
+                        True,
+                    )
         if bias_sums is not None:
             tl.store(line(bias_sums, at, head, at.start_k, keys), sum_ds, mask=inside)
     columns = tl.arange(0, tile.BLOCK_D)

@@ -88,8 +88,9 @@ def forward_kernel(q, k, v, k_tma, v_tma, out, lse, spec, tile):
     if not spec.HIDES:
         for j in range(edges.full_first, edges.full_last, tile.BLOCK_K):
             acc, l, m = _step(acc, l, m, x, k_tma, v_tma, rows, j, at, head, spec, tile, False)
-        for j in range(edges.full_last, edges.last, tile.BLOCK_K):
-            acc, l, m = _step(acc, l, m, x, k_tma, v_tma, rows, j, at, head, spec, tile, True)
+        if tile.RAGGED_K or (spec.band.right is not None):
+            for j in range(edges.full_last, edges.last, tile.BLOCK_K):
+                acc, l, m = _step(acc, l, m, x, k_tma, v_tma, rows, j, at, head, spec, tile, True)
 
     if spec.scores.FOLDED:
         m = m * LN2

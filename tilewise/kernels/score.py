@@ -121,7 +121,8 @@ class Spec(NamedTuple):
 
 class Tile(NamedTuple):
     """Sides of a tile, all constexpr: BLOCK_Q queries, BLOCK_K keys; D and DV, and the powers of two that
-    hold them; PRECISION of products of float32."""
+    hold them; PRECISION of products of float32; RAGGED_Q, RAGGED_K: the last tile of a sequence may reach
+    past its end."""
 
     BLOCK_Q: Any
     BLOCK_K: Any
@@ -130,6 +131,8 @@ class Tile(NamedTuple):
     BLOCK_D: Any
     BLOCK_DV: Any
     PRECISION: Any
+    RAGGED_Q: Any
+    RAGGED_K: Any
 
 
 class Place(NamedTuple):
@@ -251,7 +254,7 @@ def tile_pointers(t, at, head, start, rows, columns):
 def interval(rows, at, spec):
     """Rows with the keys lo ≤ j < hi that they see, within 0 … Sk (spec.Problem.interval)."""
     position = rows + at.offset
-    lo = tl.zeros_like(rows)
+    lo = rows * 0  # Gluon has no zeros_like without a layout
     hi = lo + at.sk
     if spec.band.left is not None:
         lo = tl.maximum(lo, position - spec.band.left)

@@ -14,7 +14,8 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from tilewise.backends import triton as backend
+from tilewise import dispatch
+from tilewise.kernels.launch import compiled_only
 from tilewise.spec import Problem
 
 
@@ -60,18 +61,21 @@ def compiling_for(target: GPUTarget) -> Iterator[list[Any]]:
     active = triton.runtime.driver._active
     triton.runtime.driver.set_active(_Absent(target))
     try:
-        with backend.compiled_only() as kernels:
+        with compiled_only() as kernels:
             yield kernels
     finally:
         triton.runtime.driver._active = active
 
 
-def compile_problem(problem: Problem, target: GPUTarget, backward: bool = True) -> list[Any]:
+def compile_problem(
+    problem: Problem, target: GPUTarget, backward: bool = True, backend: str = "triton"
+) -> list[Any]:
     """Every kernel that a problem's forward and backward pass launch, compiled."""
     with compiling_for(target) as kernels:
-        result = backend.forward(problem)
+        result = dispatch.backend(backend).forward(problem)
         if backward:
-            backend.backward(problem, result, torch.empty_like(result.out), None)
+            passes = dispatch.backward_of(backend)
+            passes.backward(problem, result, torch.empty_like(result.out), None)
     return kernels
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 TABLES = Path(__file__).parent / "tables"
-OPERATIONS = ("forward", "queries", "keys", "bias")
+OPERATIONS = ("forward", "queries", "keys", "bias", "hopper_forward")
 MASKS = ("full", "band", "general")
 # Up to this many rows or keys a problem is "short".
 SHORT = 1024
@@ -32,7 +32,8 @@ class Key(NamedTuple):
     """What a configuration depends on.
 
     Attributes:
-        operation: one of OPERATIONS; "queries" is the kernel of dq, "keys" that of dk and dv.
+        operation: one of OPERATIONS; "queries" is the kernel of dq, "keys" that of dk and dv, those of
+            Hopper have their own names.
         bits: of the dtype of q, k, v.
         head_dim: the power of two that holds the larger of D and Dv, at least 16.
         mask: "full", "band" (causal, window), or "general": anything that is looked at entry by entry.
@@ -118,6 +119,11 @@ def write_table(path: Path, configs: dict[Key, Config], about: dict[str, str]) -
 
 def heuristic(key: Key) -> Config:
     """What a device of unknown name gets: tiles that fit 64 KB of shared memory with 16-bit operands."""
+    if key.operation == "hopper_forward":
+        # Warps: those of 64 rows each four, and four that load.
+        if key.head_dim <= 64 and (key.mask, key.length) != ("band", "short"):
+            return Config(192, 128, 16, 2)
+        return Config(128, 128 if key.head_dim <= 128 else 64, 12, 2)
     if key.bits == 64:
         side = 32 if key.head_dim <= 128 else 16
         return Config(side, side, 4, 1)

@@ -1,0 +1,627 @@
+"""The Hopper backend on a GPU: is it right, and how fast is it beside FlashAttention-3 and cuDNN.
+
+    python benchmarks/hopper_check.py [--parts compile,plain,features,shapes,odd,speed,…] [--out FOLDER]
+
+Every part runs in a process of its own, so that one that fails or hangs does not take the others along; a
+case that takes longer than a minute ends its part. `compile` fills Triton's cache by all processors and
+needs no GPU. FlashAttention-3 is timed where the folder peers-fa3 holds it (fa3.so.xz, libcudart.so.12).
+The whole log goes to hopper_check.log in the folder (default: $OUT or the current one), rows of speed to
+hopper_speed.json; a summary is printed at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import lzma
+import math
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+from torch import Tensor
+
+import tilewise
+from tilewise import testing
+from tilewise.backends import hopper, reference
+from tilewise.kernels import twins
+from tilewise.results import accumulation_dtype
+from tilewise.spec import Problem
+from tilewise.testing import CASES, Call, Case, Maker, make_call
+
+CHECKS = ("plain", "features", "shapes", "probes", "odd")
+PARTS = ("compile", *CHECKS, "speed", "variants", "launch")
+HALF = (torch.bfloat16, torch.float16)
+PATIENCE = 60.0
+
+
+# ------------------------------------------------------------------ cases
+
+
+class Check(NamedTuple):
+    name: str
+    run: Callable[[], str]
+    problem: Callable[[str], Problem] | None = None
+
+
+def served(case: Case, dtype: torch.dtype) -> bool:
+    """Whether the backend would serve a case on a GPU of its kind."""
+    problem = make_call(case, dtype).problem()
+    return not set(hopper.unsupported(problem)) - set(hopper._wrong_machine(problem.q.device))
+
+
+def dense(name: str, options: Any = None, **shape: Any) -> Case:
+    """A case, its value dim that of the others and its keys as many as its queries unless given."""
+    shape.setdefault("value_dim", shape.setdefault("head_dim", 128))
+    shape.setdefault("sk", shape.setdefault("sq", 512))
+    return Case(name, options or (lambda make: {}), **shape)
+
+
+def causal(make: Maker) -> dict[str, Any]:
+    return {"causal": True}
+
+
+def plain_cases() -> Iterator[Case]:
+    for d in (128, 64, 256):
+        for options, mask in ((None, "full"), (causal, "causal")):
+            yield dense(f"D{d} {mask} 512", options, head_dim=d)
+            yield dense(f"D{d} {mask} 2048", options, head_dim=d, sq=2048, batch=1)
+            yield dense(f"D{d} {mask} 4100, one head", options, head_dim=d, sq=4100, batch=1, heads=1, kv_heads=1)
+    yield from (case for case in CASES if case.layout == "dense")
+
+
+def feature_cases() -> Iterator[Case]:
+    features: dict[str, Any] = {
+        "window 100, 20": lambda make: {"window_size": (100, 20)},
+        "window 300, causal": lambda make: {"window_size": (300, None), "causal": True},
+        "window 0, 0": lambda make: {"window_size": (0, 0)},
+        "window None, 200": lambda make: {"window_size": (None, 200)},
+        "top-left": lambda make: {"causal": True, "align": "top-left"},
+        "softcap": lambda make: {"softcap": 2.0, "causal": True},
+        "alibi": lambda make: {"alibi_slopes": make.normal(make.case.heads).abs(), "causal": True},
+        "alibi of batch": lambda make: {"alibi_slopes": make.normal(make.case.batch, make.case.heads).abs()},
+        "sinks": lambda make: {"sinks": make.normal(make.case.heads), "causal": True},
+        "scale 3": lambda make: {"scale": 3.0},
+        "scale -0.2": lambda make: {"scale": -0.2, "causal": True},
+        "all": lambda make: {
+            "causal": True,
+            "window_size": (190, None),
+            "alibi_slopes": make.normal(make.case.heads).abs(),
+            "softcap": 4.0,
+            "sinks": make.normal(make.case.heads),
+            "scale": 0.3,
+        },
+    }
+    for d in (128, 64, 256):
+        for name, options in features.items():
+            yield dense(f"{name}, D{d}", options, head_dim=d, sq=777, sk=1033)
+
+
+def shape_cases() -> Iterator[Case]:
+    for s in (1, 2, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 257, 384, 500, 1000, 1100):
+        for d in (128, 64):
+            yield dense(f"S {s}, D{d}", None, sq=s, head_dim=d)
+            yield dense(f"S {s}, D{d}, causal", causal, sq=s, head_dim=d)
+    for d, dv in ((96, 96), (192, 192), (192, 128), (64, 256), (256, 64), (40, 80), (8, 8), (72, 200), (128, 64)):
+        yield dense(f"D {d}, Dv {dv}", None, sq=300, head_dim=d, value_dim=dv)
+        yield dense(f"D {d}, Dv {dv}, causal", causal, sq=300, sk=411, head_dim=d, value_dim=dv)
+    for sq, sk in ((1, 1000), (1000, 1), (3, 129), (200, 70), (70, 200), (130, 1025)):
+        yield dense(f"Sq {sq}, Sk {sk}", None, sq=sq, sk=sk)
+        yield dense(f"Sq {sq}, Sk {sk}, causal", causal, sq=sq, sk=sk)
+    for heads, kv_heads in ((8, 1), (6, 2), (5, 5), (32, 8)):
+        yield dense(f"heads {heads}/{kv_heads}", causal, sq=321, heads=heads, kv_heads=kv_heads)
+    yield dense("many heads", causal, sq=140, batch=50, heads=40, kv_heads=8, head_dim=64)
+
+
+CASES_OF: dict[str, Callable[[], Iterator[Case]]] = {
+    "plain": plain_cases,
+    "features": feature_cases,
+    "shapes": shape_cases,
+}
+
+
+def served_cases(part: str) -> Iterator[tuple[Case, torch.dtype]]:
+    """Both dtypes where they may differ, so not for every shape."""
+    for case in CASES_OF[part]():
+        for dtype in HALF if part == "plain" or "D128" in case.name else HALF[:1]:
+            if served(case, dtype):
+                yield case, dtype
+
+
+def checks(part: str) -> Iterator[Check]:
+    if part == "probes":
+        yield from probes()
+    elif part == "odd":
+        yield from odd_checks()
+    else:
+        for case, dtype in served_cases(part):
+            run_it = lambda c=case, t=dtype: judged(make_call(c, t, "cuda"), t)  # noqa: E731
+            yield Check(f"{case}, {short(dtype)}", run_it)
+
+
+def short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# ------------------------------------------------------------------ judging
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """Within the block new tensors are full of NaN: what is not written shows."""
+    plain = torch.Tensor.new_empty
+
+    def new_empty(self: Tensor, *arguments: Any, **options: Any) -> Tensor:
+        t = plain(self, *arguments, **options)
+        return t.fill_(float("nan")) if t.is_floating_point() else t
+
+    torch.Tensor.new_empty = new_empty  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.Tensor.new_empty = plain  # type: ignore[method-assign]
+
+
+def run(call: Call) -> tuple[Tensor, Tensor]:
+    with torch.no_grad(), poisoned():
+        return call.function(**call.arguments, return_lse=True, backend="hopper")
+
+
+def judged(call: Call, dtype: torch.dtype) -> str:
+    """What is wrong with out and lse, by the closeness rule; also whether a rerun gives the same bits."""
+    out, lse = run(call)
+    again = run(call)
+    torch.cuda.synchronize()
+    gold = reference.forward(call.problem(lambda t: t.double()))
+    peer = reference.forward(call.problem(), accumulation_dtype(dtype), lambda t: t.to(dtype).to(t.dtype))
+    verdicts = [
+        testing.judge("out", out, gold.out, peer.out, dtype),
+        testing.judge("lse", lse, gold.lse, peer.lse, dtype),
+    ]
+    wrong = [str(v) for v in verdicts if not v.passed]
+    if not all(torch.equal(bits(a), bits(b)) for a, b in zip((out, lse), again, strict=True)):
+        wrong.append("a rerun gave other bits")
+    return "; ".join(wrong)
+
+
+def bits(t: Tensor) -> Tensor:
+    return t.contiguous().view(torch.uint8)
+
+
+def probes() -> Iterator[Check]:
+    windows = ((None, None), (0, 0), (3, 0), (5, 2), (None, 4), (100, None), (64, 64), (127, 1))
+    for sq, sk in ((1, 1), (7, 19), (64, 64), (65, 130), (130, 65), (300, 300), (257, 900), (129, 128)):
+        for align in tilewise.spec.ALIGNMENTS:
+            for window in windows:
+                for flag in (False, True):
+                    options = {"causal": flag, "window_size": window, "align": align}
+                    yield Check(f"probe {sq}×{sk} {align} {window} {flag}", lambda a=(sq, sk), o=options: probe(*a, o))
+    for dtype in HALF:
+        for sq, sk in ((65, 700), (300, 3000)):
+            call = lambda a=(sq, sk), t=dtype: judged(testing.ramp_call(*a, t, "cuda"), t)  # noqa: E731
+            yield Check(f"ramp {sq}×{sk} {short(dtype)}", call)
+
+
+def probe(sq: int, sk: int, options: dict[str, Any]) -> str:
+    x = torch.zeros(1, sq, 1, 64, dtype=torch.bfloat16, device="cuda")
+    y = torch.zeros(1, sk, 1, 64, dtype=torch.bfloat16, device="cuda")
+    if tilewise.api.problem_of(x, y, y, **options) and hopper.unsupported(tilewise.api.problem_of(x, y, y, **options)):
+        return ""
+    got, counts = testing.mask_probe(sq, sk, 64, "hopper", torch.bfloat16, "cuda", **options)
+    return "" if torch.equal(got.round(), counts) else f"{int((got.round() != counts).sum())} counts differ"
+
+
+# ------------------------------------------------------------------ what needs more than a case
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(shape, device="cuda", dtype=dtype)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    with torch.no_grad():
+        return tilewise.attention(q, k, v, backend="hopper", **options)
+
+
+def same(a: Tensor, b: Tensor) -> str:
+    return "" if torch.equal(bits(a), bits(b)) else "bits differ"
+
+
+def odd_checks() -> Iterator[Check]:
+    yield Check("chosen without being asked for", chosen)
+    yield Check("strides of (B, H, S, D) and of slices", strided)
+    yield Check("NaN in keys that no row sees", hidden_nan)
+    yield Check("large logits", large_logits)
+    yield Check("gradients, continued by Triton", gradients)
+    yield Check("more than 65,535 heads", many_heads)
+    yield Check("offsets beyond 2³¹", far_offsets)
+    yield Check("replayed from a CUDA graph", graphed_twice)
+    yield Check("two streams at a time", two_streams)
+    yield Check("many launches in a row", many_launches)
+    yield Check("torch.compile", compiled)
+
+
+def chosen() -> str:
+    q = normal(1, 200, 4, 128)
+    choice = tilewise.explain(q, q, q, causal=True)
+    return "" if choice.backend == "hopper" else str(choice)
+
+
+def strided() -> str:
+    wrong = []
+    for flag in (False, True):
+        base = [normal(2, 4, 333, 128).transpose(1, 2) for _ in range(3)]
+        plain = attend(*(t.contiguous() for t in base), causal=flag)
+        wrong.append(same(attend(*base, causal=flag), plain))
+        packed = normal(2, 300, 3, 4, 128)
+        q, k, v = packed.unbind(2)
+        wrong.append(same(attend(q, k, v, causal=flag), attend(*(t.contiguous() for t in (q, k, v)), causal=flag)))
+        cache = normal(2, 1000, 4, 160)[:, 8:508, :, 16:144]
+        wrong.append(same(attend(cache, cache, cache, causal=flag), attend(*[cache.contiguous()] * 3, causal=flag)))
+    return "; ".join(filter(None, wrong))
+
+
+def hidden_nan() -> str:
+    wrong = []
+    for options, seen in (
+        ({"causal": True, "align": "top-left"}, slice(0, 300)),
+        ({"window_size": (50, 0)}, slice(350, 700)),
+        ({"window_size": (20, 30), "align": "top-left"}, slice(0, 330)),
+    ):
+        q, k, v = normal(2, 300, 4, 128), normal(2, 700, 4, 128), normal(2, 700, 4, 128)
+        clean = attend(q, k, v, **options)
+        for t in (k, v):
+            kept = t[:, seen].clone()
+            t.fill_(float("nan"))
+            t[:, seen] = kept
+        wrong.append(same(attend(q, k, v, **options), clean))
+    return "; ".join(filter(None, wrong))
+
+
+def large_logits() -> str:
+    wrong = []
+    for size in (30.0, 1000.0, 1e8):
+        for scale in (None, 3.0):
+            call = make_call(dense("large", lambda make, s=scale: {"scale": s, "causal": True}), torch.bfloat16, "cuda")
+            call.arguments["q"] *= size
+            wrong.append(judged(call, torch.bfloat16))
+    return "; ".join(filter(None, wrong))
+
+
+def gradients() -> str:
+    case = dense("gradients", causal, sq=200, sk=300)
+    wrong = [str(v) for v in testing.verify(case, "hopper", torch.bfloat16, "cuda") if not v.passed]
+    return "; ".join(wrong)
+
+
+def many_heads() -> str:
+    q = normal(70001, 20, 1, 64)
+    whole = attend(q, q, q, causal=True)
+    return same(whole[-3:], attend(q[-3:], q[-3:], q[-3:], causal=True))
+
+
+def far_offsets() -> str:
+    q = normal(1, 1, 1, 128).expand(16500, 1024, 1, 128).contiguous()
+    q += torch.arange(16500, device="cuda").view(-1, 1, 1, 1) % 7
+    wrong = [same(attend(q, q, q, causal=f)[-2:], attend(q[-2:], q[-2:], q[-2:], causal=f)) for f in (False, True)]
+    return "; ".join(filter(None, wrong))
+
+
+def graphed_twice() -> str:
+    q, k, v = (normal(2, 1000, 8, 128) for _ in range(3))
+    wanted = attend(q, k, v, causal=True)
+    replay, out = graphed(lambda: attend(q, k, v, causal=True))
+    wrong = []
+    for _ in range(3):
+        out.fill_(float("nan"))
+        replay()
+        torch.cuda.synchronize()
+        wrong.append(same(out, wanted))
+    return "; ".join(filter(None, wrong))
+
+
+def two_streams() -> str:
+    q, k, v = (normal(4, 2048, 8, 128) for _ in range(3))
+    wanted = attend(q, k, v, causal=True)
+    torch.cuda.synchronize()
+    outs = []
+    for stream in (torch.cuda.Stream(), torch.cuda.Stream()):
+        with torch.cuda.stream(stream):
+            outs += [attend(q, k, v, causal=True) for _ in range(20)]
+    torch.cuda.synchronize()
+    return "; ".join(filter(None, (same(out, wanted) for out in outs)))
+
+
+def many_launches() -> str:
+    wrong = []
+    for s in (64, 100, 1000, 3000):
+        q = normal(1, s, 4, 128)
+        wanted = attend(q, q, q, causal=True)
+        outs = [attend(q, q, q, causal=True) for _ in range(100)]
+        wrong += [same(out, wanted) for out in outs]
+    return "; ".join(sorted(set(filter(None, wrong))))
+
+
+def compiled() -> str:
+    q, k, v = (normal(2, 300, 4, 128) for _ in range(3))
+    f = torch.compile(lambda q, k, v: tilewise.attention(q, k, v, causal=True), fullgraph=True)
+    with torch.no_grad():
+        return same(f(q, k, v), attend(q, k, v, causal=True))
+
+
+# ------------------------------------------------------------------ compiling ahead
+
+
+def compile_all(parts: list[str]) -> None:
+    """Compiles what the parts will need, by all processors."""
+    jobs = {}
+    for part in parts:
+        for case, dtype in served_cases(part) if part in CASES_OF else ():
+            jobs[part, str(case), dtype] = make_call(case, dtype).problem()
+    for d, s, flag in cells():
+        q = torch.empty(1, s, 2, d, dtype=torch.bfloat16)
+        jobs["speed", f"{d} {s} {flag}", q.dtype] = tilewise.api.problem_of(q, q, q, causal=flag)
+    distinct = {what_it_takes(problem): problem for problem in jobs.values()}
+    log(f"compiling {len(distinct)} kernels for {len(jobs)} cases")
+    started = time.monotonic()
+    with multiprocessing.get_context("fork").Pool(min(len(distinct), os.cpu_count() or 1)) as pool:
+        for line in pool.imap_unordered(compile_one, distinct.values()):
+            if line:
+                log(line)
+    log(f"compiled in {time.monotonic() - started:.0f} s")
+
+
+def what_it_takes(problem: Problem) -> tuple[Any, ...]:
+    """What a compiled kernel depends on."""
+    s, plan = problem.scores, hopper._plan(problem)
+    first, _, _, last = problem.bounds(0, problem.q.shape[1])
+    tensors = (None if t is None else t.dtype for t in (problem.q, s.alibi_slopes, s.sinks))
+    structure = (side is None for side in twins.sides(problem))
+    folded = s.softcap is None and s.alibi_slopes is None and 0 < s.scale * twins.LOG2E <= 1
+    return plan, (last - first) % plan.block_k != 0, *tensors, *structure, s.softcap is None, folded
+
+
+def compile_one(problem: Problem) -> str:
+    from tilewise.tuning import compiling
+
+    target = compiling.cuda_target(90)
+    try:
+        (kernel,) = compiling.compile_problem(problem, target, False, "hopper")
+    except Exception as error:
+        return f"NOT COMPILED {hopper.config(problem)}: {error!r:.500}"
+    found = compiling.report(kernel, target)
+    return f"{found} {hopper.config(problem)}" if found.spilled or found.notes else ""
+
+
+# ------------------------------------------------------------------ speed
+
+
+def cells() -> Iterator[tuple[int, int, bool]]:
+    for d, lengths in ((128, (512, 1024, 2048, 4096, 8192, 16384)), (64, (1024, 4096, 16384)), (256, (1024, 4096, 16384))):
+        for s in lengths:
+            yield from ((d, s, False), (d, s, True))
+
+
+def graphed(f: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        f(), f()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = f()
+    torch.cuda.synchronize()
+    return graph.replay, out
+
+
+def milliseconds(f: Callable[[], Any]) -> float:
+    import triton
+
+    return triton.testing.do_bench(f, warmup=10, rep=50, return_mode="median")
+
+
+def flash_attention_3() -> Any:
+    """The operators of FlashAttention-3, if they were brought along."""
+    folder = next((p for p in (Path("peers-fa3"), Path(__file__).parents[1] / "peers-fa3") if p.exists()), None)
+    if folder is None:
+        log("no peers-fa3: FlashAttention-3 is not timed")
+        return None
+    library = Path("/tmp/fa3.so")
+    if not library.exists():
+        with lzma.open(folder / "fa3.so.xz") as source, library.open("wb") as target:
+            shutil.copyfileobj(source, target, 1 << 22)
+    ctypes.CDLL(str(folder / "libcudart.so.12"), mode=ctypes.RTLD_GLOBAL)
+    torch.ops.load_library(str(library))
+    return torch.ops.flash_attn_3
+
+
+def cudnn(q: Tensor, k: Tensor, v: Tensor, flag: bool) -> Callable[[], Tensor]:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+
+    def call() -> Tensor:
+        with torch.no_grad(), sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=flag)
+
+    return call
+
+
+def speed(folder: Path) -> None:
+    """Teraflops a second of each cell; medians of three interleaved medians of graph replays."""
+    fa3 = flash_attention_3()
+    rows = []
+    for d, s, flag in cells():
+        b, h = 16384 // s, 2048 // d
+        q, k, v = (normal(b, s, h, d) for _ in range(3))
+        ours = lambda: attend(q, k, v, causal=flag)  # noqa: E731, B023
+        calls: dict[str, Callable[[], Tensor]] = {"tilewise": ours, "cudnn": cudnn(q, k, v, flag)}
+        if fa3 is not None:
+            calls["fa3"] = lambda: fa3.fwd(q, k, v, softmax_scale=d**-0.5, is_causal=flag, num_splits=1)[0]  # noqa: B023
+        with watched(f"speed {d} {s} {flag}"):
+            graphs = {name: graphed(call) for name, call in calls.items()}
+            times: dict[str, list[float]] = {name: [] for name in calls}
+            for _ in range(3):
+                for name, (replay, _) in graphs.items():
+                    times[name].append(milliseconds(replay))
+        flops = 4.0 * b * h * s * s * d / (2 if flag else 1)
+        rate = {name: flops / sorted(t)[1] * 1e-9 for name, t in times.items()}
+        peer = graphs["fa3" if "fa3" in graphs else "cudnn"][1]
+        peer = peer if "fa3" in graphs else peer.transpose(1, 2)
+        off = float((graphs["tilewise"][1].float() - peer.float()).norm() / peer.float().norm())
+        row = {"D": d, "S": s, "mask": "causal" if flag else "full", **{n: round(r) for n, r in rate.items()}}
+        row |= {f"÷ {name}": round(rate["tilewise"] / rate[name], 3) for name in rate if name != "tilewise"}
+        rows.append(row)
+        log(f"{row} difference {off:.1e}" + ("" if off < 5e-3 else " WRONG"))
+        (folder / "hopper_speed.json").write_text(json.dumps(rows))
+    for name in ("÷ fa3", "÷ cudnn"):
+        ratios = [row[name] for row in rows if name in row]
+        if ratios:
+            log(f"SUMMARY geometric mean {name}: {math.exp(sum(map(math.log, ratios)) / len(ratios)):.3f} of {len(ratios)}")
+    a = normal(8192, 8192)
+    log(f"SUMMARY matmul 8192³: {2 * 8192**3 / milliseconds(lambda: a @ a) * 1e-9:.0f}")
+
+
+def variants() -> None:
+    """Other plans than the chosen one, by teraflops a second."""
+    chosen_plan = hopper._plan
+    for d, s, flag in cells():
+        b, h = 16384 // s, 2048 // d
+        q, k, v = (normal(b, s, h, d) for _ in range(3))
+        plan = chosen_plan(tilewise.api.problem_of(q, k, v, causal=flag))
+        tried = {"chosen": plan, "dealt or drawn": plan._replace(dynamic=not plan.dynamic)}
+        tried["q stages"] = plan._replace(q_stages=3 - plan.q_stages)
+        if d == 64:
+            tried["groups"] = plan._replace(groups=5 - plan.groups)
+        flops = 4.0 * b * h * s * s * d / (2 if flag else 1)
+        graphs = {}
+        for name, other in tried.items():
+            if other.shared_bytes > hopper._SHARED_BYTES:
+                continue
+            hopper._plan = lambda problem, p=other: p  # type: ignore[assignment]
+            with watched(f"variant {d} {s} {flag} {name}"):
+                graphs[name], _ = graphed(lambda: attend(q, k, v, causal=flag))  # noqa: B023
+        hopper._plan = chosen_plan
+        times = {name: sorted(milliseconds(replay) for _ in range(3))[1] for name, replay in graphs.items()}
+        log(f"D{d} S{s} {'causal' if flag else 'full'}: {({n: round(flops / t * 1e-9) for n, t in times.items()})}")
+
+
+def launch_cost() -> None:
+    """Microseconds of the host per call, small inputs."""
+    q, k, v = (normal(1, 128, 2, 128) for _ in range(3))
+    calls = {
+        "tilewise, full": lambda: attend(q, k, v),
+        "tilewise, causal": lambda: attend(q, k, v, causal=True),
+        "cudnn": cudnn(q, k, v, True),
+    }
+    for name, call in calls.items():
+        times = []
+        for _ in range(20):
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            for _ in range(100):
+                call()
+            times.append((time.perf_counter() - started) / 100 * 1e6)
+        log(f"SUMMARY launch {name}: {sorted(times)[10]:.1f} µs")
+
+
+# ------------------------------------------------------------------ running
+
+
+def log(text: str) -> None:
+    print(text, flush=True)
+
+
+@contextmanager
+def watched(name: str) -> Iterator[None]:
+    """Ends the process when the block takes too long: a kernel that hangs cannot be interrupted."""
+
+    def give_up() -> None:
+        log(f"HUNG {name}")
+        os._exit(3)
+
+    timer = threading.Timer(PATIENCE, give_up)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def check(part: str) -> None:
+    torch.manual_seed(0)
+    count = wrong = 0
+    for item in checks(part):
+        log(f"{part}: {item.name} …")
+        count += 1
+        try:
+            with watched(item.name):
+                found = item.run()
+                torch.cuda.synchronize()
+        except Exception as error:
+            found = f"{error!r:.600}"
+            log(traceback.format_exc(limit=-3))
+            if "CUDA error" in found:  # nothing works after it
+                log(f"WRONG {part}: {item.name}: {found}")
+                break
+        if found:
+            wrong += 1
+            log(f"WRONG {part}: {item.name}: {found}")
+    log(f"SUMMARY {part}: {count} checks, {wrong} wrong")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", default=",".join(("compile", *CHECKS, "speed", "launch")), help=f"of {PARTS}")
+    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")))
+    parser.add_argument("--inside", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    parts = arguments.parts.split(",")
+    if arguments.inside:
+        part = arguments.inside
+        actions: dict[str, Callable[[], None]] = {
+            "compile": lambda: compile_all(parts),
+            "speed": lambda: speed(arguments.out),
+            "variants": variants,
+            "launch": launch_cost,
+        }
+        actions.get(part, lambda: check(part))()
+        return
+    lines = []
+    with (arguments.out / "hopper_check.log").open("w") as whole:
+        for part in parts:
+            started = time.monotonic()
+            command = [sys.executable, __file__, "--parts", arguments.parts, "--out", str(arguments.out), "--inside", part]
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            assert process.stdout is not None
+            for line in process.stdout:
+                whole.write(line)
+                whole.flush()
+                if line.startswith(("WRONG", "HUNG", "SUMMARY", "NOT COMPILED", "Report", "{'D'", "D", "Traceback")):
+                    print(line, end="", flush=True)
+                    lines.append(line)
+            code = process.wait()
+            note = f"{part}: {time.monotonic() - started:.0f} s" + (f", exit {code}" if code else "")
+            print(note, flush=True)
+            lines.append(note + "\n")
+    kept = [line for line in lines if not line.startswith(("{'D'", "D"))]
+    print("\n---- summary\n" + "".join(kept)[-6000:])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,202 @@
+"""The Hopper backend without a GPU: its reasons, its plans, the walk of its tiles, and what the compiler says."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import tilewise
+from tilewise import dispatch
+from tilewise.arguments import problem_of
+from tilewise.backends import hopper
+from tilewise.tuning import compiling
+
+BF16 = torch.bfloat16
+
+
+def tensors(b=2, sq=200, sk=300, hq=4, hkv=2, d=128, dv=None, dtype=BF16):
+    shapes = ((b, sq, hq, d), (b, sk, hkv, d), (b, sk, hkv, dv or d))
+    return tuple(torch.zeros(shape, dtype=dtype) for shape in shapes)
+
+
+def reasons(q, k, v, **options):
+    """Why not, besides that there is no such GPU here."""
+    problem = problem_of(q, k, v, **options)
+    found = hopper.unsupported(problem)
+    machine = hopper._wrong_machine(q.device)
+    assert found[: len(machine)] == machine
+    return found[len(machine) :]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"causal": True, "align": "top-left"},
+        {"window_size": (5, 2)},
+        {"alibi_slopes": torch.ones(2, 4), "softcap": 3.0, "sinks": torch.ones(4), "scale": -2.0},
+    ],
+)
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+def test_serves(options, dtype):
+    assert not reasons(*tensors(dtype=dtype), **options)
+    for d, dv in ((8, 8), (64, 256), (96, 40), (192, 128), (256, 256)):
+        assert not reasons(*tensors(d=d, dv=dv, dtype=dtype), **options)
+
+
+def test_serves_strides_as_they_are():
+    q, k, v = tensors()
+    assert not reasons(*(t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v)))
+    assert not reasons(*torch.zeros(2, 100, 3, 4, 64, dtype=BF16).unbind(2))
+    cache = torch.zeros(2, 500, 4, 160, dtype=BF16)[:, 8:308, :, 16:144]
+    assert not reasons(cache, cache, cache)
+    one = torch.zeros(1, 1, 1, 40, dtype=BF16).as_strided((1, 1, 1, 40), (3, 5, 7, 1))
+    assert not reasons(one, one, one)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"key_range": (torch.zeros(2, 1).int(), torch.ones(2, 1).int())}, "key_range: not served"),
+        ({"mask": torch.ones(200, 300).bool()}, "mask: not served"),
+        ({"bias": torch.ones(200, 300)}, "bias: not served"),
+        ({"dropout_p": 0.5, "dropout_seed": 1}, "dropout: not served"),
+        ({"window_size": (0, 0), "align": "bottom-right"}, "no row sees a key"),
+    ],
+)
+def test_reason_of_option(options, reason):
+    sk = 300 if reason != "no row sees a key" else 0
+    assert reasons(*tensors(sk=sk), **options) == [reason]
+
+
+def test_reasons_of_operands():
+    assert reasons(*tensors(dtype=torch.float32)) == ["the dtype must be bfloat16 or float16, got float32"]
+    assert reasons(*tensors(d=264)) == ["head dims go up to 256, got 264"]
+    assert reasons(*tensors(dv=36))[0] == "the head dim of v must be a multiple of 8, got 36"
+    q, k, v = tensors()
+    odd = torch.zeros(2, 300, 2, 132, dtype=BF16)[..., :128]
+    (reason,) = reasons(q, odd, v)
+    assert reason == (
+        "k must have strides that are positive multiples of 16 bytes, 8 elements, got (79200, 264, 132, 1)"
+    )
+    (reason,) = reasons(q, k, v[:, :, :1].expand(v.shape))
+    assert "v must have strides that are positive" in reason
+    reason, _ = reasons(q, k, torch.zeros(2, 2, 128, 300, dtype=BF16).permute(0, 3, 1, 2))
+    assert reason.startswith("v must have stride 1 along the head dim, got 300")
+    (reason,) = reasons(torch.zeros(2, 200, 4, 136, dtype=BF16)[..., 4:132], k, v)
+    assert reason == "q must start at a multiple of 16 bytes, got 8 in its storage"
+
+
+def test_every_reason_at_once():
+    q, k, v = tensors(dtype=torch.float32, d=300)
+    found = reasons(q, k, v, mask=torch.ones(200, 300).bool(), dropout_p=0.1, dropout_seed=0)
+    assert len(found) == 4
+    with pytest.raises(ValueError, match="cannot serve") as error:
+        tilewise.attention(q, k, v, dropout_p=0.1, dropout_seed=0, backend="hopper")
+    assert "compute capability 9.0" in str(error.value)
+
+
+def test_packed_and_paged_are_refused():
+    q, k, v = (torch.zeros(10, 2, 64, dtype=BF16) for _ in range(3))
+    cu = torch.tensor([0, 4, 10])
+    assert reasons(q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu) == ["packed sequences: not served"]
+    pages = torch.zeros(4, 8, 2, 64, dtype=BF16)
+    table, used = torch.zeros(1, 2).int(), torch.ones(1).int()
+    paged = problem_of(q[None], pages, pages, page_table=table, seqused_k=used)
+    assert hopper.unsupported(paged)[1:] == ["pages: not served"]
+
+
+@pytest.mark.parametrize("version", ["3.6.0", "3.7.1", "3.9.0+git1"])
+def test_triton_that_is_known(version):
+    assert not hopper._wrong_triton(version)
+
+
+@pytest.mark.parametrize("version", [None, "3.5.1", "3.10.0", "4.0"])
+def test_triton_that_is_not(version):
+    (reason,) = hopper._wrong_triton(version)
+    assert "from 3.6 to 3.9" in reason
+    assert (version or "not installed") in reason
+
+
+def test_explained_where_there_is_no_such_gpu():
+    assert list(dispatch.BACKENDS)[:2] == ["hopper", "triton"]
+    choice = tilewise.explain(*tensors(), causal=True)
+    assert choice.rejected["hopper"][0].startswith("Hopper's kernels run on a GPU")
+
+
+def test_the_backward_pass_is_another_backends():
+    assert dispatch.backward_of("hopper") is dispatch.BACKENDS["triton"]
+    assert dispatch.backward_of("tiled") is dispatch.BACKENDS["tiled"]
+
+
+@pytest.mark.parametrize("d", [8, 64, 96, 128, 192, 256])
+@pytest.mark.parametrize("dv", [8, 64, 96, 128, 192, 256])
+def test_every_plan_fits(d, dv):
+    for sq, sk, causal in ((64, 64, False), (1024, 1024, True), (5000, 5000, False), (5000, 5000, True)):
+        q, k, v = (
+            torch.empty(1, n, 1, w, dtype=BF16, device="meta") for n, w in ((sq, d), (sk, d), (sk, dv))
+        )
+        problem = problem_of(q, k, v, causal=causal)
+        plan = hopper._plan(problem)
+        assert plan.shared_bytes <= hopper._SHARED_BYTES
+        assert plan.groups in hopper._REGISTERS
+        assert hopper.config(problem)["rows"] == 64 * plan.groups
+
+
+def test_sections_hold_all_heads_evenly():
+    for b, hq, hkv, s in ((1, 1, 1, 100), (4, 16, 16, 4096), (2, 48, 8, 32768), (300, 8, 1, 512)):
+        q, k = (torch.empty(b, s, h, 128, dtype=BF16, device="meta") for h in (hq, hkv))
+        problem = problem_of(q, k, k, causal=True)
+        walk = hopper._order(problem, hopper._plan(problem)._replace(dynamic=False), 128)[1]
+        assert (walk.tiles, walk.section) == (-(-s // 128) * b * hq, 1)
+        _, walk = hopper._order(problem, hopper._plan(problem), 128)
+        sections = -(-walk.heads // walk.section)
+        assert walk.heads - (sections - 1) * walk.section > walk.section // 2
+        kv_bytes = s * 2 * 128 * 2
+        assert walk.section == 1 or walk.section // (hq // hkv) * kv_bytes <= hopper._L2_SHARE
+        assert walk.drawn.tolist() == [0]
+
+
+def test_a_tensor_that_starts_anywhere_is_moved():
+    t = torch.randn(2 * 30 * 4 * 64 + 3).bfloat16()[3:].view(2, 30, 4, 64)
+    view = hopper._view(t, 64, 64)
+    assert view.base.data_ptr() % 16 == 0
+    assert torch.equal(view.base, t)
+    assert (view.shape, view.strides) == ([2, 30, 4, 64], [30 * 4 * 64, 4 * 64, 64, 1])
+    same = torch.zeros(1, 30, 4, 64, dtype=BF16)
+    assert hopper._view(same, 64, 64).base is same
+    assert hopper._view(same.as_strided((1, 30, 4, 64), (3, 256, 64, 1)), 64, 64).strides[0] % 8 == 0
+
+
+def test_walk():
+    """Each tile once, every key that is seen in a block, no mask only where all is seen."""
+    tests = Path(__file__).parent
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{tests.parent}:{tests}"}
+    command = [sys.executable, str(tests / "walk_probe.py")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.stdout == "ok\n", done.stderr[-2000:]
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "registers"),
+    [
+        ({"sq": 4096, "sk": 4096}, {"causal": True}, 168),
+        ({"sq": 4096, "sk": 4099, "d": 64, "dtype": torch.float16}, {}, 128),
+        ({"d": 256}, {"window_size": (100, 20)}, 168),
+        (
+            {"d": 96, "dv": 128},
+            {"alibi_slopes": torch.ones(4), "sinks": torch.ones(4), "softcap": 9.0},
+            168,
+        ),
+    ],
+)
+def test_compiles_without_spills(shape, options, registers):
+    problem = problem_of(*tensors(**shape, b=1), **options)
+    target = compiling.cuda_target(90)
+    (kernel,) = compiling.compile_problem(problem, target, backward=False, backend="hopper")
+    found = compiling.report(kernel, target)
+    assert (found.registers, found.spilled, found.notes) == (registers, 0, ())
+    assert found.shared <= hopper._plan(problem).shared_bytes

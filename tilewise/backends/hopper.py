@@ -1,0 +1,276 @@
+"""Hopper kernels (H100, H200) in Triton's Gluon: the forward pass at the speed of the tensor cores.
+
+The TMA engine reads q, k and v as they lie: any strides that are multiples of 16 bytes, no copy. Programs
+stay on their multiprocessors and draw tiles (kernels/hopper_forward.py). What these kernels do not take is
+left to the Triton backend, and so is the backward pass.
+
+As there, a NaN or Inf in a key or value that some rows see may reach rows that do not see it, here those
+whose tile shares a block of keys with it. One that no row sees reaches none.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.kernels import twins
+from tilewise.kernels.launch import current, launch
+from tilewise.results import Result, result_shapes
+from tilewise.spec import Problem
+from tilewise.tuning.config import Key, config_for, length_bucket, mask_kind
+
+SPLITS_LSE = False
+# The backend whose backward pass continues from here: out and lse are what its own forward would leave.
+BACKWARD = "triton"
+
+LARGEST_HEAD_DIM = 256
+_ALIGNMENT = 16
+_VERSIONS = ((3, 6), (3, 9))
+_GROUP_ROWS = 64
+# Shared memory of a block, and what of it barriers may take.
+_SHARED_BYTES, _BARRIERS = 227 * 1024, 512
+# By the number of consumers: registers of a thread at the start, which fill the multiprocessor, and those
+# that a consumer's has once the producer's gave most of theirs away.
+_REGISTERS = {2: (168, 240), 3: (128, 160)}
+# Of the 50 or 60 MB of L2, what the keys and values may take of the heads that are worked on together.
+_L2_SHARE = 32 * 2**20
+# How many multiprocessors a GPU has that is not here.
+_MULTIPROCESSORS = 132
+
+
+def unsupported(problem: Problem) -> list[str]:
+    q, k, v, s = problem.q, problem.k, problem.v, problem.scores
+    reasons = [*_wrong_machine(q.device), *_wrong_triton(_TRITON)]
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        reasons.append(f"the dtype must be bfloat16 or float16, got {_name(q.dtype)}")
+    given = {
+        "pages": problem.paged,
+        "packed sequences": problem.packed,
+        "key_range": problem.key_range,
+        "mask": s.mask,
+        "bias": s.bias,
+        "dropout": problem.dropout,
+    }
+    reasons += [f"{name}: not served" for name, value in given.items() if value is not None]
+    if problem.packed is not None or problem.paged is not None:
+        return reasons
+    widest = max(q.shape[-1], v.shape[-1])
+    if widest > LARGEST_HEAD_DIM:
+        reasons.append(f"head dims go up to {LARGEST_HEAD_DIM}, got {widest}")
+    if v.shape[-1] * v.element_size() % _ALIGNMENT:
+        reasons.append(f"the head dim of v must be a multiple of 8, got {v.shape[-1]}")
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        reasons += _unaligned(name, t)
+    first, last = (0, 1) if problem.key_range else _seen_keys(problem)
+    if q.numel() == 0 or first >= last:
+        reasons.append("no row sees a key")
+    return reasons
+
+
+def _wrong_machine(device: torch.device) -> list[str]:
+    if device.type != "cuda" or torch.version.cuda is None:
+        return [f"Hopper's kernels run on a GPU of compute capability 9.0, and q is on {device}"]
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) == (9, 0):
+        return []
+    return [f"the GPU must have compute capability 9.0, this one has {major}.{minor}"]
+
+
+def _wrong_triton(version: str | None) -> list[str]:
+    if version is not None:
+        major, minor = (int(part) for part in version.split(".")[:2])
+        if _VERSIONS[0] <= (major, minor) <= _VERSIONS[1]:
+            return []
+    low, high = (".".join(map(str, ends)) for ends in _VERSIONS)
+    got = "the package is not installed" if version is None else f"got {version}"
+    return [
+        f"Triton must be of a version from {low} to {high}, in whose Gluon the kernels are, {got}"
+    ]
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+_TRITON = _installed("triton")
+
+
+def _unaligned(name: str, t: Tensor) -> list[str]:
+    """What of a tensor's strides and start the TMA engine does not take."""
+    size = t.element_size()
+    reasons = []
+    if t.stride(-1) != 1 and t.shape[-1] != 1:
+        reasons.append(f"{name} must have stride 1 along the head dim, got {t.stride(-1)}")
+    steps = [step for step, n in zip(t.stride()[:-1], t.shape[:-1], strict=True) if n > 1]
+    if any(step == 0 or step * size % _ALIGNMENT for step in steps):
+        reasons.append(
+            f"{name} must have strides that are positive multiples of {_ALIGNMENT} bytes, "
+            f"{_ALIGNMENT // size} elements, got {tuple(t.stride())}"
+        )
+    if t.storage_offset() * size % _ALIGNMENT:
+        reasons.append(
+            f"{name} must start at a multiple of {_ALIGNMENT} bytes, got {t.storage_offset() * size} "
+            "in its storage"
+        )
+    return reasons
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# ------------------------------------------------------------------ how
+
+
+class _Plan(NamedTuple):
+    """Tiles of a program: `groups` consumers of 64 rows; blocks of keys in `stages`, tiles of q in
+    `q_stages`; the columns that hold D and Dv. `dynamic`: programs draw tiles, which differ in length."""
+
+    groups: int
+    block_k: int
+    block_d: int
+    block_dv: int
+    stages: int
+    q_stages: int
+    dynamic: bool
+
+    @property
+    def shared_bytes(self) -> int:
+        """Of q, k, v, and of out, 128 columns of which leave at a time."""
+        q = self.q_stages * self.groups * _GROUP_ROWS * self.block_d
+        kv = self.stages * self.block_k * (self.block_d + self.block_dv)
+        return 2 * (q + kv + self.groups * _GROUP_ROWS * min(self.block_dv, 128)) + _BARRIERS
+
+
+def config(problem: Problem) -> dict[str, Any]:
+    plan = _plan(problem)
+    return {
+        "rows": plan.groups * _GROUP_ROWS,
+        "keys": plan.block_k,
+        "stages": plan.stages,
+        "q_stages": plan.q_stages,
+        "tiles": "drawn" if plan.dynamic else "dealt",
+    }
+
+
+def _plan(problem: Problem) -> _Plan:
+    banded = any(side is not None for side in twins.sides(problem))
+    block_d, block_dv = (max(64, twins.power_of_two(t.shape[-1])) for t in (problem.q, problem.v))
+    length = length_bucket(max(problem.q.shape[1], problem.k.shape[1]))
+    key = Key("hopper_forward", 16, max(block_d, block_dv), mask_kind(banded, False), length)
+    chosen = config_for(_device_name(problem.q.device), key)
+    groups, stages = chosen.block_q // _GROUP_ROWS, chosen.num_stages
+    plan = _Plan(groups, chosen.block_k, block_d, block_dv, stages, 2, banded)
+    # Short tiles wait for their queries often enough to load those of the next one ahead.
+    if length == "long" or plan.shared_bytes > _SHARED_BYTES:
+        plan = plan._replace(q_stages=1)
+    return plan
+
+
+def forward(problem: Problem) -> Result:
+    """out, laid out like q, and lse."""
+    from tilewise.kernels import hopper_forward as kernels
+
+    q = problem.q
+    out_shape, lse_shape = result_shapes(problem)
+    out, lse = q.new_empty(out_shape), q.new_empty(lse_shape, dtype=torch.float32)
+    plan = _plan(problem)
+    first, last = _seen_keys(problem)
+    views = (
+        _view(q, _GROUP_ROWS, plan.block_d),
+        _view(problem.k[:, first:last], plan.block_k, plan.block_d),
+        _view(problem.v[:, first:last], plan.block_k, plan.block_dv),
+        _view(out, _GROUP_ROWS, min(plan.block_dv, 128)),
+    )
+    maxnreg, registers = _REGISTERS[plan.groups]
+    tile = kernels.Tile(
+        *map(kernels.constexpr, plan),
+        RAGGED=kernels.constexpr((last - first) % plan.block_k != 0),
+        FENCED=kernels.constexpr(max(plan.block_d, plan.block_dv) == 64),
+        REGISTERS=kernels.constexpr(registers),
+        RANK=kernels.WHOLE,
+    )
+    with current(q.device):
+        spec, walk = _order(problem, plan, plan.groups * _GROUP_ROWS)
+        programs = min(walk.tiles, _multiprocessors(q.device))
+        values = (twins.lines(lse), spec, walk, tile)
+        options = {"num_warps": 4, "maxnreg": maxnreg}
+        launch(kernels.forward_kernel, programs, q.device, *views, *values, **options)
+    return Result(out, lse, lse.new_empty(0))
+
+
+def _seen_keys(problem: Problem) -> tuple[int, int]:
+    """Keys first … last − 1 are all that rows see, and each is seen: the others are left out."""
+    first, _, _, last = problem.bounds(0, problem.q.shape[1])
+    return first, last
+
+
+def _view(t: Tensor, rows: int, columns: int) -> Any:
+    """How the TMA engine sees (B, S, H, D): in tiles of rows and columns of one head."""
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from tilewise.kernels.hopper_pipeline import shared_layout
+
+    if t.data_ptr() % _ALIGNMENT:
+        # Known only now where `unsupported` was asked about a tensor without memory.
+        t = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).copy_(t)
+    # The stride of a dimension of size 1 may be anything, and means nothing.
+    strides = [step if n > 1 else 8 for step, n in zip(t.stride()[:-1], t.shape[:-1], strict=True)]
+    return TensorDescriptor(
+        t, list(t.shape), [*strides, 1], [1, rows, 1, columns], shared_layout(4)
+    )
+
+
+def _order(problem: Problem, plan: _Plan, rows: int) -> tuple[Any, Any]:
+    """What is computed of the keys that are seen, and in which order of tiles of so many rows. Where all
+    tiles are equally long, one head comes after the other."""
+    from tilewise.kernels.hopper_walk import Walk
+
+    q, k, v = problem.q, problem.k, problem.v
+    first, last = _seen_keys(problem)
+    spec = twins.spec(problem)
+    spec = spec._replace(sizes=spec.sizes._replace(sk=last - first))
+    heads, per_head = q.shape[0] * q.shape[2], -(-q.shape[1] // rows)
+    section = 1
+    if plan.dynamic:
+        kv_bytes = (last - first) * (k.shape[-1] + v.shape[-1]) * k.element_size()
+        most = max(1, _L2_SHARE // kv_bytes) * problem.groups
+        section = -(-heads // -(-heads // most))
+    drawn = _counter(q.device) if plan.dynamic else None
+    offset = problem.band.offset(q.shape[1], k.shape[1]) - first
+    return spec, Walk(per_head * heads, per_head, heads, section, offset, drawn)
+
+
+_counters: dict[tuple[torch.device, int], Tensor] = {}
+
+
+def _counter(device: torch.device) -> Tensor:
+    """A counter that no launch uses at the same time: one per stream, and one per launch in a CUDA graph,
+    which may be replayed on any stream. A kernel leaves it at 0."""
+    if device.type != "cuda":
+        return torch.zeros(1, dtype=torch.int32)
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(1, dtype=torch.int32, device=device)
+    key = (device, torch.cuda.current_stream(device).cuda_stream)
+    if key not in _counters:
+        _counters[key] = torch.zeros(1, dtype=torch.int32, device=device)
+    return _counters[key]
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return _MULTIPROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

@@ -1,0 +1,251 @@
+"""transformers' models on tilewise: `register()`, then `attn_implementation="tilewise"`.
+
+transformers 5 asks two functions of an attention implementation. The mask function is called once per
+forward pass and kind of layer, and what it returns reaches the attention function of every layer. Here
+it is None where causal or nothing says it all, else one interval of keys per row, shape
+(B or 1, 1, Sq, 2): O(n) where a mask has n×n entries.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tilewise.api import attention
+
+KeyRange = tuple[Tensor, Tensor]
+NAME = "tilewise"
+# Entries of a mask that are looked at together while its intervals are found.
+_MASK_ENTRIES = 2**22
+# What a model would pass to have another attention than this one: it must not be ignored.
+_REFUSED = {
+    "output_attentions": "the probabilities are never all there",
+    "indices": "a choice of keys per row is no attention of tilewise",
+    "block_indices": "a choice of keys per row is no attention of tilewise",
+    "sinks": "sinks per row are no attention of tilewise",
+}
+
+
+def register() -> None:
+    """Makes the attention implementation "tilewise" known to transformers (5 or newer).
+
+    It serves every model of transformers that takes its attention from the AttentionInterface:
+    causal, bidirectional and cross attention, GQA, sliding windows, chunks, softcaps, sinks (s_aux),
+    additive position biases, dropout, padding on either side, packed sequences (position_ids or
+    cu_seq_lens), training and generate, dynamic and static caches. Masks become intervals of keys per
+    row; a mask that has a row with a gap stays the boolean n×n mask that transformers would build.
+    Rows that see no key (queries at padding) give 0.
+
+    Calling it again changes nothing.
+
+    Raises:
+        ImportError: transformers is missing or older than 5.
+        ValueError: when a model runs: it asks for what tilewise does not compute, such as
+            `output_attentions`.
+
+    Example:
+        >>> from transformers import AutoModelForCausalLM, LlamaConfig
+        >>> tilewise.compat.transformers.register()
+        >>> size = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
+        >>> config = LlamaConfig(vocab_size=50, num_hidden_layers=1, **size)
+        >>> model = AutoModelForCausalLM.from_config(config, attn_implementation="tilewise")
+        >>> model(torch.arange(7)[None]).logits.shape
+        torch.Size([1, 7, 50])
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(NAME, attention_of_module)
+    AttentionMaskInterface.register(NAME, key_intervals)
+
+
+def key_intervals(
+    *,
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    **rest: Any,
+) -> Tensor | None:
+    """The mask function: what each row sees, in the form that `attention_of_module` takes.
+
+    The arguments are those of `transformers.masking_utils.sdpa_mask`, whose mask this is.
+
+    Returns:
+        None: all keys, or the causal ones with the last row at the last key.
+        int32 (B or 1, 1, Sq, 2): start ≤ j < end of each row.
+        bool (B, 1, Sq, Sk): the mask itself, if a row of it has a gap.
+    """
+    from transformers.masking_utils import sdpa_mask
+
+    tracing = torch.compiler.is_compiling()
+    # A static cache keeps the offset in a tensor: it has room behind the last row's key.
+    at_the_end = not isinstance(q_offset, Tensor) and q_offset + q_length == kv_offset + kv_length
+    skip = allow_is_bidirectional_skip or (allow_is_causal_skip and at_the_end)
+    if skip and (local_size is None or kv_length < local_size):
+        last = kv_offset + kv_length
+        if attention_mask is None or (
+            not tracing
+            and attention_mask.shape[1] >= last
+            and bool(attention_mask[:, kv_offset:last].all())
+        ):
+            return None
+
+    mask: Any = partial(
+        sdpa_mask,
+        batch_size=batch_size,
+        kv_length=kv_length,
+        kv_offset=kv_offset,
+        attention_mask=attention_mask,
+        allow_is_causal_skip=False,
+        allow_is_bidirectional_skip=False,
+        **rest,
+    )
+    step = q_length if tracing else max(1, _MASK_ENTRIES // (batch_size * kv_length))
+    blocks = []
+    for row in range(0, q_length, step):
+        seen = mask(q_length=min(step, q_length - row), q_offset=q_offset + row)
+        interval, whole = _intervals(seen)
+        if tracing:
+            _require(
+                whole, "a row's keys have a gap: under torch.compile give the 4D mask yourself"
+            )
+        elif not whole:
+            return mask(q_length=q_length, q_offset=q_offset)
+        blocks.append(interval)
+    return torch.cat(blocks, 2)
+
+
+def _intervals(seen: Tensor) -> tuple[Tensor, Tensor]:
+    """The interval of keys of each row, (B or 1, 1, rows, 2), and whether none has a gap."""
+    if seen.stride(0) == 0:  # the same for all entries of the batch
+        seen = seen[:1]
+    keys = torch.arange(seen.shape[-1], dtype=torch.int32, device=seen.device)
+    start = torch.where(seen, keys, seen.shape[-1]).amin(-1)
+    end = torch.where(seen, keys + 1, 0).amax(-1)
+    whole = (seen.sum(-1) == (end - start).clamp(min=0)).all()
+    return torch.stack((start, end), -1).int(), whole
+
+
+def attention_of_module(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
+    sliding_window: int | None = None,
+    **rest: Any,
+) -> tuple[Tensor, None]:
+    """The attention function, called by each layer of a model.
+
+    Args:
+        module: the layer; its is_causal counts where the argument is None.
+        query, key, value: (B, H, S, D).
+        attention_mask: what `key_intervals` returned, or a mask that the user gave to the model: bool,
+            True may attend, or floating, to be added; each broadcastable to (B, Hq, Sq, Sk). Where it
+            is None, is_causal and sliding_window say what a row sees.
+        position_bias: added to the logits; broadcastable to (B, Hq, Sq, Sk).
+        **rest: softcap; s_aux, which are sinks; for packed sequences cu_seq_lens_q and cu_seq_lens_k,
+            or position_ids, which start anew with each sequence. The others change nothing.
+
+    Returns:
+        out (B, Sq, Hq, Dv), and None for the probabilities.
+    """
+    for name, reason in _REFUSED.items():
+        if rest.get(name) is not None and rest[name] is not False:
+            raise ValueError(
+                f"{name} cannot be honoured: {reason}; use another attn_implementation"
+            )
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    options: dict[str, Any] = {
+        "scale": scaling,
+        "softcap": rest.get("softcap"),
+        "sinks": rest.get("s_aux"),
+        "dropout_p": dropout,
+        "bias": position_bias,
+    }
+    if attention_mask is None:
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        options |= {"causal": causal, "key_range": _own_sequence(q, k, **rest)}
+        if sliding_window is not None:
+            options["window_size"] = (sliding_window - 1, None if causal else sliding_window - 1)
+    elif attention_mask.dtype == torch.int32 and attention_mask.shape[1:] == (1, q.shape[1], 2):
+        interval = (attention_mask[:, 0, :, 0], attention_mask[:, 0, :, 1])
+        options["key_range"] = _together(interval, _own_sequence(q, k, **rest), module)
+    elif attention_mask.dtype == torch.bool and attention_mask.ndim == 4:
+        options["mask"] = attention_mask
+    elif attention_mask.is_floating_point() and attention_mask.ndim == 4:
+        options["bias"] = (
+            attention_mask if position_bias is None else attention_mask + position_bias
+        )
+    else:
+        raise ValueError(
+            "attention_mask must be what transformers' mask interface returned, or a bool or floating "
+            f"tensor (B, Hq, Sq, Sk), got {attention_mask.dtype} {tuple(attention_mask.shape)}"
+        )
+    return attention(q, k, v, **options), None
+
+
+def _own_sequence(
+    q: Tensor,
+    k: Tensor,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    **_: Any,
+) -> KeyRange | None:
+    """The keys of each row's own sequence, where a batch of one holds many sequences end to end."""
+    tokens = k.shape[1]
+    alone = q.shape[:2] == (1, tokens)
+    if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
+        if not alone or cu_seq_lens_q.shape != cu_seq_lens_k.shape:
+            raise ValueError(
+                "cu_seq_lens_q and cu_seq_lens_k must describe a batch of one that attends to itself, "
+                f"got {tuple(q.shape[:2])} queries, {tuple(k.shape[:2])} keys and as many entries as "
+                f"{tuple(cu_seq_lens_q.shape)} and {tuple(cu_seq_lens_k.shape)}"
+            )
+        _require(
+            (cu_seq_lens_q == cu_seq_lens_k).all(),
+            "cu_seq_lens_q and cu_seq_lens_k must be the same: each sequence attends to itself",
+        )
+        row = torch.arange(tokens, device=q.device, dtype=cu_seq_lens_q.dtype)
+        number = torch.searchsorted(cu_seq_lens_q, row, right=True).unsqueeze(0)
+    elif alone and position_ids is not None and position_ids.shape == (1, tokens):
+        number = F.pad(position_ids.diff() != 1, (1, 0)).cumsum(-1)
+        if not torch.compiler.is_compiling() and not number.any():
+            return None
+    else:
+        return None
+    return torch.searchsorted(number, number), torch.searchsorted(number, number, right=True)
+
+
+def _together(interval: KeyRange, sequence: KeyRange | None, module: torch.nn.Module) -> KeyRange:
+    """The keys in both. transformers makes masks for packed sequences only where it keeps no cache."""
+    if sequence is None:
+        return interval
+    (start, end), (first, last) = interval, sequence
+    if getattr(getattr(module, "config", None), "attention_chunk_size", None) is not None:
+        # A window is one wherever a sequence begins, but a chunk counts from there.
+        inside = (start >= first) & (end <= last) | (start >= end)
+        _require(inside.all(), "packed sequences in chunks need use_cache=False")
+    return torch.maximum(start, first), torch.minimum(end, last)
+
+
+def _require(condition: Tensor, message: str) -> None:
+    """A check of values; under torch.compile it is part of the graph and a RuntimeError."""
+    if torch.compiler.is_compiling():
+        torch._assert_async(condition, message)
+    elif not condition:
+        raise ValueError(message)

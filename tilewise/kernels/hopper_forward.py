@@ -1,0 +1,402 @@
+"""The forward pass on Hopper: programs that stay, each a producer and two or three consumer warpgroups.
+
+The producer has tiles of q and blocks of k and v loaded ahead. A consumer has 64 rows. It issues the
+product of the next block's scores, then P V of the last one, and computes exponentials while the tensor
+cores work (arXiv 2407.08608). Keys are walked from the last that a tile sees to the first.
+
+A NaN or Inf in a value that no row of the sequence sees reaches no result. One that some rows see may
+reach others whose tile shares a block with them: its share there is 0 · NaN.
+"""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from tilewise.kernels.hopper_pipeline import (
+    GROUP_ROWS,
+    WHOLE,
+    Part,
+    await_turn,
+    close_turns,
+    compute_before,
+    give_back,
+    keep,
+    load_tile,
+    open_turns,
+    pack,
+    partial_row_sums,
+    pass_turn,
+    product_layout,
+    put_word,
+    shared_layout,
+    slot,
+    split_columns,
+    store_tile,
+    take_word,
+    tile_ring,
+    unpack,
+    wait_empty,
+    wait_full,
+    word_ring,
+)
+from tilewise.kernels.hopper_walk import Walk, blocks_of, work_of
+from tilewise.kernels.score import (
+    LN2,
+    LOG2E,
+    NEG_INF,
+    constexpr,
+    interval,
+    line,
+    logits,
+    probabilities,
+)
+
+
+__all__ = ["WHOLE", "Tile", "Walk", "constexpr", "forward_kernel"]
+
+
+class Tile(NamedTuple):
+    """All constexpr. GROUPS consumers of 64 rows; STAGES blocks of BLOCK_K keys; BLOCK_D and BLOCK_DV
+    columns; Q_STAGES tiles of q. DYNAMIC: programs draw tiles. RAGGED: the last block of keys may be cut
+    short. FENCED: see `compute_before`. REGISTERS of a consumer's threads. RANK of the views."""
+
+    GROUPS: Any
+    BLOCK_K: Any
+    BLOCK_D: Any
+    BLOCK_DV: Any
+    STAGES: Any
+    Q_STAGES: Any
+    DYNAMIC: Any
+    RAGGED: Any
+    FENCED: Any
+    REGISTERS: Any
+    RANK: Any
+
+
+class Views(NamedTuple):
+    """Descriptors of q, k, v and out."""
+
+    q: Any
+    k: Any
+    v: Any
+    out: Any
+
+
+class Shared(NamedTuple):
+    """Rings of q (one use per tile and consumer), k and v, a buffer of out per consumer, and a ring of the
+    tiles drawn."""
+
+    q: Any
+    k: Any
+    v: Any
+    out: Any
+    tiles: Any
+
+
+@gluon.jit
+def _queries(at):
+    return Part(at.number, at.start_q, at.sq)
+
+
+@gluon.jit
+def _keys(at):
+    return Part(at.number, at.start_k, at.sk)
+
+
+# ------------------------------------------------------------------ the producer
+
+
+@gluon.jit
+def _produce(views, shared, spec, walk, tile):
+    ROWS: gl.constexpr = tile.GROUPS * GROUP_ROWS
+    count = 0
+    turn = 0
+    number = gl.program_id(0)
+    while number < walk.tiles:
+        following = number + gl.num_programs(0)
+        if tile.DYNAMIC:
+            put_word(shared.tiles, turn, number)
+            drawn = gl.atomic_add(walk.drawn, 1, sem="relaxed")
+            # As many are drawn as there are tiles: after the last one the counter is as it was.
+            gl.store(walk.drawn, 0, mask=drawn == walk.tiles - 1)
+            following = gl.num_programs(0) + drawn
+        work = work_of(number, walk, spec, ROWS, tile.BLOCK_K)
+        keys = _keys(work.at)
+        j = work.first + (work.blocks - 1) * tile.BLOCK_K
+        wait_empty(shared.k, count)
+        load_tile(views.k, keys, j, work.kv_head, shared.k, count, tile.RANK)
+        for group in gl.static_range(tile.GROUPS):
+            use = turn * tile.GROUPS + group
+            row = work.at.tile_start + group * GROUP_ROWS
+            wait_empty(shared.q, use)
+            load_tile(views.q, _queries(work.at), row, work.head, shared.q, use, tile.RANK)
+        for _ in range(work.blocks - 1):
+            wait_empty(shared.k, count + 1)
+            load_tile(views.k, keys, j - tile.BLOCK_K, work.kv_head, shared.k, count + 1, tile.RANK)
+            wait_empty(shared.v, count)
+            load_tile(views.v, keys, j, work.kv_head, shared.v, count, tile.RANK)
+            j -= tile.BLOCK_K
+            count += 1
+        wait_empty(shared.v, count)
+        load_tile(views.v, keys, j, work.kv_head, shared.v, count, tile.RANK)
+        count += 1
+        turn += 1
+        number = following
+    if tile.DYNAMIC:
+        put_word(shared.tiles, turn, number)
+
+
+# ------------------------------------------------------------------ consumers
+
+
+@gluon.jit
+def _consume(views, shared, lse, spec, walk, tile, GROUP: gl.constexpr):
+    ROWS: gl.constexpr = tile.GROUPS * GROUP_ROWS
+    ROW: gl.constexpr = gl.SliceLayout(1, product_layout(tile.BLOCK_K))
+    LEFT: gl.constexpr = (spec.band.left is not None) or (spec.key_start is not None)
+    RIGHT: gl.constexpr = (spec.band.right is not None) or (spec.key_start is not None)
+    EDGE: gl.constexpr = (LEFT or RIGHT) or tile.RAGGED
+    count = 0
+    turn = 0
+    open_turns(GROUP, tile.GROUPS)
+    number = gl.program_id(0)
+    if tile.DYNAMIC:
+        number = take_word(shared.tiles, turn)
+    while number < walk.tiles:
+        work = work_of(number, walk, spec, ROWS, tile.BLOCK_K)
+        at = work.at
+        i0 = at.tile_start + GROUP * GROUP_ROWS
+        rows = interval(i0 + gl.arange(0, GROUP_ROWS, ROW), at, spec)
+        blocks = blocks_of(i0, work, spec, GROUP_ROWS, tile.BLOCK_K)
+        if RIGHT:
+            for _ in range(blocks.last + 1, work.blocks):
+                _skip(shared, count, GROUP, tile)
+                count += 1
+
+        use = turn * tile.GROUPS + GROUP
+        wait_full(shared.q, use)
+        q = slot(shared.q, use)
+        wait_full(shared.k, count)
+        await_turn(GROUP)
+        s = _scores(q, shared.k, count, tile)
+        pass_turn(GROUP, tile.GROUPS)
+        s = warpgroup_mma_wait(0, [s])
+        give_back(shared.k, count)
+        m = gl.full([GROUP_ROWS], NEG_INF, gl.float32, ROW)
+        p, m, _ = _softmax(s, m, rows, work, blocks.last, spec, tile, EDGE)
+        l = partial_row_sums(p)
+        p = pack(p, views.q.dtype)
+        o = gl.zeros([GROUP_ROWS, tile.BLOCK_DV], gl.float32, product_layout(tile.BLOCK_DV))
+        if RIGHT:
+            for block in range(blocks.last - 1, blocks.full_last - 1, -1):
+                o, p, l, m = _step(
+                    o, p, l, m, q, shared, count, rows, work, block, spec, tile, GROUP, True
+                )
+                count += 1
+        for block in range(blocks.full_last - 1, blocks.full_first - 1, -1):
+            o, p, l, m = _step(
+                o, p, l, m, q, shared, count, rows, work, block, spec, tile, GROUP, False
+            )
+            count += 1
+        if LEFT:
+            for block in range(blocks.full_first - 1, -1, -1):
+                o, p, l, m = _step(
+                    o, p, l, m, q, shared, count, rows, work, block, spec, tile, GROUP, True
+                )
+                count += 1
+        give_back(shared.q, use)
+        wait_full(shared.v, count)
+        o = _add_values(o, p, shared.v, count, tile)
+        o = warpgroup_mma_wait(0, [o])
+        give_back(shared.v, count)
+        count += 1
+        turn += 1
+        _finish(o, l, m, rows, i0, work, views, shared.out.index(GROUP), lse, spec, tile)
+        number += gl.num_programs(0)
+        if tile.DYNAMIC:
+            number = take_word(shared.tiles, turn)
+    tma.store_wait(0)
+    close_turns(GROUP)
+
+
+@gluon.jit
+def _skip(shared, count, GROUP: gl.constexpr, tile):
+    """A block that rows of another consumer see and none of these."""
+    wait_full(shared.k, count)
+    await_turn(GROUP)
+    pass_turn(GROUP, tile.GROUPS)
+    give_back(shared.k, count)
+    wait_full(shared.v, count)
+    give_back(shared.v, count)
+
+
+@gluon.jit
+def _scores(q, k, count, tile):
+    """The product q kᵀ with block `count`, on its way."""
+    layout: gl.constexpr = product_layout(tile.BLOCK_K)
+    zero = gl.zeros([GROUP_ROWS, tile.BLOCK_K], gl.float32, layout)
+    return warpgroup_mma(q, slot(k, count).permute((1, 0)), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _add_values(o, p, v, count, tile):
+    """o + p v with block `count`, on its way."""
+    values = slot(v, count)
+    p = unpack(p, values.dtype, product_layout(tile.BLOCK_DV))
+    return warpgroup_mma(p, values, o, is_async=True)
+
+
+@gluon.jit
+def _step(
+    o,
+    p,
+    l,
+    m,
+    q,
+    shared,
+    count,
+    rows,
+    work,
+    block,
+    spec,
+    tile,
+    GROUP: gl.constexpr,
+    EDGE: gl.constexpr,
+):
+    """The scores of block number `block`, which is use count + 1 of the rings, while the values of the one
+    before, use count, are added. EDGE: not every row sees all of the block."""
+    wait_full(shared.k, count + 1)
+    await_turn(GROUP)
+    s = _scores(q, shared.k, count + 1, tile)
+    wait_full(shared.v, count)
+    o = _add_values(o, p, shared.v, count, tile)
+    pass_turn(GROUP, tile.GROUPS)
+    s = warpgroup_mma_wait(1, [s])
+    give_back(shared.k, count + 1)
+    following, new, base = _softmax(s, m, rows, work, block, spec, tile, EDGE)
+    if spec.scores.FOLDED:
+        rebase = gl.exp2(m - base)
+    else:
+        rebase = gl.exp2((m - base) * LOG2E)
+    sums = partial_row_sums(following)
+    if tile.FENCED:
+        compute_before(sums)
+    o = warpgroup_mma_wait(0, [o])
+    keep(p)
+    give_back(shared.v, count)
+    l = l * _beside(rebase, l)[:, None] + gl.convert_layout(
+        sums, l.type.layout, assert_trivial=True
+    )
+    o = o * _beside(rebase, o)[:, None]
+    return o, pack(following, shared.v.data.dtype), l, new
+
+
+@gluon.jit
+def _beside(x, tile):
+    """One number per row, laid out like the rows of a tile."""
+    return gl.convert_layout(x, gl.SliceLayout(1, tile.type.layout), assert_trivial=True)
+
+
+@gluon.jit
+def _softmax(s, m, rows, work, block, spec, tile, EDGE: gl.constexpr):
+    """From the raw products of a block: probabilities, the new maximum, and the base that they are
+    relative to. FOLDED: both in units of 2."""
+    LEFT: gl.constexpr = (spec.band.left is not None) or (spec.key_start is not None)
+    j = work.first + block * tile.BLOCK_K
+    low, high = split_columns(s)
+    s = logits(s, work.at, work.head, (rows.number - j)[:, None] - low, high, None, spec).s
+    if EDGE:
+        seen = (rows.hi - j)[:, None] - low > high
+        if LEFT:
+            seen = seen & ((rows.lo - j)[:, None] - low <= high)
+        s = gl.where(seen, s, NEG_INF)
+    highest = gl.max(s, 1)
+    if spec.scores.FOLDED:
+        highest = highest * spec.scores.unit
+    new = gl.maximum(m, highest)
+    # A row without a key so far has m = −inf; its terms, all 0, need any finite base.
+    base = new
+    if EDGE:
+        base = gl.where(new == NEG_INF, 0.0, new)
+    return probabilities(s, base[:, None], spec), new, base
+
+
+@gluon.jit
+def _finish(o, l, m, rows, i0, work, views, buffer, lse, spec, tile):
+    """Divides by the sums, and stores out and lse."""
+    at = work.at
+    l = gl.convert_layout(gl.sum(l, 1), m.type.layout)
+    if spec.scores.FOLDED:
+        m = m * LN2
+    share = gl.full([GROUP_ROWS], 1.0, gl.float32, m.type.layout)
+    if spec.scores.sinks is not None:
+        sink = gl.load(spec.scores.sinks + work.head).to(gl.float32)
+        total = gl.maximum(m, sink)
+        base = gl.where(total == NEG_INF, 0.0, total)
+        share = gl.exp2((m - base) * LOG2E)
+        l = l * share + gl.exp2((sink - base) * LOG2E)
+        m = total
+    empty = l == 0.0
+    share = share / gl.where(empty, 1.0, l)
+    total = gl.where(empty, NEG_INF, m + gl.log(l))
+    gl.store(line(lse, at, work.head, at.start_q, rows.number), total, mask=rows.number < at.sq)
+    o = (o * _beside(share, o)[:, None]).to(buffer.dtype)
+    queries = _queries(at)
+    if buffer.shape[1] == tile.BLOCK_DV:
+        store_tile(views.out, queries, i0, work.head, 0, o, buffer, tile.RANK)
+    else:
+        HALF: gl.constexpr = tile.BLOCK_DV // 2
+        halves = gl.split(gl.permute(gl.reshape(o, [GROUP_ROWS, 2, HALF]), (0, 2, 1)))
+        for i in gl.static_range(2):
+            half = gl.convert_layout(halves[i], product_layout(HALF), assert_trivial=True)
+            store_tile(views.out, queries, i0, work.head, i * HALF, half, buffer, tile.RANK)
+
+
+# ------------------------------------------------------------------ the kernel
+
+
+@gluon.jit(do_not_specialize=["lse", "spec", "walk"])
+def forward_kernel(q, k, v, out, lse, spec, walk, tile):
+    """q, k, v, out: descriptors of tiles; lse: Lines; spec: Spec, whose sizes count the keys that the views
+    show; walk: Walk; tile: Tile. Grid: (programs,)."""
+    dtype: gl.constexpr = q.dtype
+    G: gl.constexpr = tile.GROUPS
+    views = Views(q, k, v, out)
+    shared = Shared(
+        tile_ring(dtype, tile.Q_STAGES * G, GROUP_ROWS, tile.BLOCK_D, 1),
+        tile_ring(dtype, tile.STAGES, tile.BLOCK_K, tile.BLOCK_D, G),
+        tile_ring(dtype, tile.STAGES, tile.BLOCK_K, tile.BLOCK_DV, G),
+        gl.allocate_shared_memory(
+            dtype, [G, GROUP_ROWS, min(tile.BLOCK_DV, 128)], shared_layout(2)
+        ),
+        word_ring(2, G) if tile.DYNAMIC else None,
+    )
+    fence_async_shared()
+    if G == 2:
+        gl.warp_specialize(
+            [
+                (_produce, (views, shared, spec, walk, tile)),
+                (_consume, (views, shared, lse, spec, walk, tile, 0)),
+                (_consume, (views, shared, lse, spec, walk, tile, 1)),
+            ],
+            [4, 4],
+            [tile.REGISTERS, tile.REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_produce, (views, shared, spec, walk, tile)),
+                (_consume, (views, shared, lse, spec, walk, tile, 0)),
+                (_consume, (views, shared, lse, spec, walk, tile, 1)),
+                (_consume, (views, shared, lse, spec, walk, tile, 2)),
+            ],
+            [4, 4, 4],
+            [tile.REGISTERS, tile.REGISTERS, tile.REGISTERS],
+        )

@@ -1,0 +1,276 @@
+"""What Hopper kernels are made of, in Triton's Gluon: rings of shared memory between a producer and its
+consumers, tiles that the TMA engine moves, turns that warpgroups take, operands of matrix instructions.
+
+A ring's slots are used in turn; `count` numbers the uses. The producer waits until a slot is empty and
+has it filled; consumers wait until it is full and give it back.
+
+The TMA engine sees a tensor (B, S, H, D) of any strides as it is (WHOLE). Rows past S read as zeros and
+are not written. A CLIPPED view has such an end at any row: see `hopper_views.clipped`.
+"""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+# Names that changed: with Triton 3.8 those of the copies, with 3.9 that of reinterpret.
+_tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+_tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+_REINTERPRETS = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
+
+# How many dimensions a view has, by its kind.
+WHOLE = gl.constexpr(4)
+CLIPPED = gl.constexpr(5)
+# The row of a clipped view that its end lies at.
+END = gl.constexpr(2**30)
+
+# The rows of one warpgroup's matrix instructions, and its threads.
+GROUP_ROWS = gl.constexpr(64)
+GROUP_THREADS = gl.constexpr(128)
+# Triton's own named barriers have lower ids.
+_FIRST_TURN = gl.constexpr(8)
+
+
+@gluon.constexpr_function
+def shared_layout(rank):
+    """The layout in shared memory of tiles of 16-bit numbers, for copies and matrix instructions alike."""
+    return gl.NVMMASharedLayout(128, 16, rank)
+
+
+# ------------------------------------------------------------------ rings
+
+
+class Ring(NamedTuple):
+    """`data` [slots, …]; for each slot, barriers that say that it is full, or empty."""
+
+    data: Any
+    full: Any
+    empty: Any
+
+
+@gluon.jit
+def ring_of(data, SLOTS: gl.constexpr, CONSUMERS: gl.constexpr):
+    """A ring, empty; each of so many consumers has to give a slot back."""
+    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(SLOTS):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=CONSUMERS)
+    return Ring(data, full, empty)
+
+
+@gluon.jit
+def tile_ring(
+    dtype: gl.constexpr,
+    SLOTS: gl.constexpr,
+    ROWS: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+):
+    data = gl.allocate_shared_memory(dtype, [SLOTS, ROWS, COLUMNS], shared_layout(2))
+    return ring_of(data, SLOTS, CONSUMERS)
+
+
+@gluon.jit
+def slot(ring, count):
+    return ring.data.index(count % ring.data.shape[0])
+
+
+@gluon.jit
+def wait_full(ring, count):
+    mbarrier.wait(ring.full.index(count % ring.data.shape[0]), (count // ring.data.shape[0]) & 1)
+
+
+@gluon.jit
+def wait_empty(ring, count):
+    mbarrier.wait(
+        ring.empty.index(count % ring.data.shape[0]), ((count // ring.data.shape[0]) & 1) ^ 1
+    )
+
+
+@gluon.jit
+def give_back(ring, count):
+    mbarrier.arrive(ring.empty.index(count % ring.data.shape[0]))
+
+
+# ------------------------------------------------------------------ words from the producer
+
+
+@gluon.jit
+def word_ring(SLOTS: gl.constexpr, CONSUMERS: gl.constexpr):
+    """A ring of one int32 per slot."""
+    data = gl.allocate_shared_memory(gl.int32, [SLOTS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    return ring_of(data, SLOTS, CONSUMERS)
+
+
+@gluon.jit
+def put_word(ring, count, word):
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    wait_empty(ring, count)
+    slot(ring, count).store(gl.full([1], word, gl.int32, layout))
+    mbarrier.arrive(ring.full.index(count % ring.data.shape[0]))
+
+
+@gluon.jit
+def take_word(ring, count):
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    wait_full(ring, count)
+    word = gl.max(slot(ring, count).load(layout), 0)
+    give_back(ring, count)
+    return word
+
+
+# ------------------------------------------------------------------ tiles in and out
+
+
+class Part(NamedTuple):
+    """The rows of one sequence in a view: of batch entry `batch` (WHOLE), or `length` rows from row
+    `start` on (CLIPPED)."""
+
+    batch: Any
+    start: Any
+    length: Any
+
+
+@gluon.jit
+def _viewed(buffer, RANK: gl.constexpr):
+    """A buffer [rows, columns] with the shape that a view's tiles have."""
+    ROWS: gl.constexpr = buffer.shape[0]
+    COLUMNS: gl.constexpr = buffer.shape[1]
+    SHAPE: gl.constexpr = [1, ROWS, 1, COLUMNS] if RANK == WHOLE else [1, 1, ROWS, 1, COLUMNS]
+    if _REINTERPRETS:
+        viewed = buffer.reinterpret(buffer.dtype, SHAPE, shared_layout(RANK))
+    else:
+        viewed = buffer._reinterpret(buffer.dtype, SHAPE, shared_layout(RANK))
+    return viewed
+
+
+@gluon.jit
+def load_tile(view, part, row, head, ring, count, RANK: gl.constexpr):
+    """Has the ring's slot filled with rows from `row` on of a part, of a head. The slot must be empty."""
+    buffer = slot(ring, count)
+    full = ring.full.index(count % ring.data.shape[0])
+    mbarrier.expect(full, buffer.shape[0] * buffer.shape[1] * 2)
+    if RANK == WHOLE:
+        _tma_load(view, [part.batch, row, head, 0], full, _viewed(buffer, RANK))
+    else:
+        at = [END, part.start + part.length, END - part.length + row, head, 0]
+        _tma_load(view, at, full, _viewed(buffer, RANK))
+
+
+@gluon.jit
+def store_tile(view, part, row, head, column, tile, buffer, RANK: gl.constexpr):
+    """Stores a tile from registers through a buffer, which is free again after the next store's wait."""
+    tma.store_wait(0)
+    buffer.store(tile)
+    fence_async_shared()
+    if RANK == WHOLE:
+        _tma_store(view, [part.batch, row, head, column], _viewed(buffer, RANK))
+    else:
+        at = [END, part.start + part.length, END - part.length + row, head, column]
+        _tma_store(view, at, _viewed(buffer, RANK))
+
+
+# ------------------------------------------------------------------ turns
+
+
+@gluon.constexpr_function
+def _barrier(kind, turn, threads):
+    return f"bar.{kind} {turn}, {threads}; mov.b32 $0, 0;"
+
+
+@gluon.jit
+def _named_barrier(KIND: gl.constexpr, TURN: gl.constexpr):
+    code: gl.constexpr = _barrier(KIND, _FIRST_TURN + TURN, 2 * GROUP_THREADS)
+    gl.inline_asm_elementwise(code, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def open_turns(GROUP: gl.constexpr, GROUPS: gl.constexpr):
+    """Warpgroups issue their products in turn, so that the exponentials of one run under the products of
+    another. The first turn is group 0's."""
+    if GROUP == GROUPS - 1:
+        _named_barrier("arrive", 0)
+
+
+@gluon.jit
+def await_turn(GROUP: gl.constexpr):
+    _named_barrier("sync", GROUP)
+
+
+@gluon.jit
+def pass_turn(GROUP: gl.constexpr, GROUPS: gl.constexpr):
+    _named_barrier("arrive", (GROUP + 1) % GROUPS)
+
+
+@gluon.jit
+def close_turns(GROUP: gl.constexpr):
+    if GROUP == 0:
+        _named_barrier("sync", 0)
+
+
+# ------------------------------------------------------------------ registers
+
+
+@gluon.constexpr_function
+def product_layout(columns):
+    """The layout of a warpgroup's product [64, columns]."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+
+
+@gluon.jit
+def split_columns(product):
+    """The numbers of a product's columns as low + high: low depends on the lane alone and high is known at
+    compile time, so that nothing which depends on columns needs a register for each of them."""
+    columns = gl.arange(0, product.shape[1], gl.SliceLayout(0, product.type.layout))
+    return (columns & 6)[None, :], (columns & ~6)[None, :]
+
+
+@gluon.jit
+def partial_row_sums(p):
+    """[rows, 4]: sums of a product's rows over the columns of each of the 4 threads that share a row."""
+    COLUMNS: gl.constexpr = p.shape[1]
+    return gl.sum(gl.sum(gl.reshape(p, [p.shape[0], COLUMNS // 8, 4, 2]), 3), 1)
+
+
+@gluon.constexpr_function
+def _convert_pair(dtype):
+    return f"cvt.rn.{'bf16' if dtype == gl.bfloat16 else 'f16'}x2.f32 $0, $2, $1;"
+
+
+@gluon.jit
+def pack(p, dtype: gl.constexpr):
+    """float32 [rows, columns] as int32 [rows, columns / 2] of pairs of 16-bit numbers: carried around a
+    loop as they are, those would take a register each."""
+    even, odd = gl.split(gl.reshape(p, [p.shape[0], p.shape[1] // 2, 2]))
+    code: gl.constexpr = _convert_pair(dtype)
+    return gl.inline_asm_elementwise(
+        code, "=r,r,r", [even, odd], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def unpack(pairs, dtype: gl.constexpr, layout: gl.constexpr):
+    """What `pack` was given, rounded, as the first operand of a product of that layout."""
+    even = (pairs & 0xFFFF).to(gl.int16).to(dtype, bitcast=True)
+    odd = (pairs >> 16).to(gl.int16).to(dtype, bitcast=True)
+    both = gl.reshape(gl.join(even, odd), [pairs.shape[0], 2 * pairs.shape[1]])
+    return gl.convert_layout(both, gl.DotOperandLayout(0, layout, 2), assert_trivial=True)
+
+
+@gluon.jit
+def keep(x):
+    """x, whose registers hold it up to here: no instruction reads what a product in flight still reads."""
+    return gl.inline_asm_elementwise("", "=r,0", [x], dtype=x.dtype, is_pure=False, pack=1)
+
+
+@gluon.jit
+def compute_before(x):
+    """Keeps the assembler from moving the computation of x below the next wait: a store that depends on x
+    and never happens. (A branch would make it run products one by one.)"""
+    code: gl.constexpr = (
+        "{ .reg .pred p; .reg .b32 a; mov.b32 a, 0; setp.lt.f32 p, $1, 0fFF800000;"
+        " @p st.volatile.shared.f32 [a], $1; mov.b32 $0, 0; }"
+    )
+    gl.inline_asm_elementwise(code, "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)

@@ -1,0 +1,84 @@
+"""The order in which programs on Hopper walk: tiles of queries, and the blocks of keys of each.
+
+Scalars only, so that kernels in Gluon and (to test them) in Triton can call these functions alike.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from tilewise.kernels.score import Place, bounds
+
+
+class Walk(NamedTuple):
+    """`tiles` of `heads` (those of all batch entries), `per_head` each, in sections of heads whose keys fit
+    the L2 cache together; in a section the last tiles of all heads first, which under a causal mask are
+    the longest. `offset`: of row 0's position.
+
+    `drawn` counts the tiles drawn beyond each program's first; it is 0 before and after a launch.
+    """
+
+    tiles: Any
+    per_head: Any
+    heads: Any
+    section: Any
+    offset: Any
+    drawn: Any
+
+
+class Work(NamedTuple):
+    """A tile: where it is, its heads, and its blocks of keys, of which number 0 begins at `first`."""
+
+    at: Place
+    head: Any
+    kv_head: Any
+    first: Any
+    blocks: Any
+
+
+class Blocks(NamedTuple):
+    """The blocks 0 … last that some rows see; they see all of full_first … full_last − 1."""
+
+    full_first: Any
+    full_last: Any
+    last: Any
+
+
+@triton.jit
+def work_of(number, walk, spec, ROWS: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Tile `number` of a walk, of ROWS rows."""
+    sizes = spec.sizes
+    in_section = walk.section * walk.per_head
+    first_head = number // in_section * walk.section
+    heads = tl.minimum(walk.section, walk.heads - first_head)
+    rest = number % in_section
+    head = first_head + rest % heads
+    batch = head // sizes.heads
+    head = head % sizes.heads
+    start = (walk.per_head - 1 - rest // heads) * ROWS
+    at = Place(start, True, batch, batch.to(tl.int64), 0, 0, sizes.sq, sizes.sk, walk.offset)
+    edges = bounds(start, tl.minimum(start + ROWS, at.sq), None, at, spec)
+    # A tile that sees nothing gets a block past the end, which reads as zeros.
+    seen = edges.first < edges.last
+    first = tl.where(seen, edges.first, at.sk)
+    blocks = tl.where(seen, (edges.last - edges.first + BLOCK_K - 1) // BLOCK_K, 1)
+    return Work(at, head, head // sizes.groups, first, blocks)
+
+
+@triton.jit
+def blocks_of(i0, work, spec, ROWS: tl.constexpr, BLOCK_K: tl.constexpr):
+    """The blocks that ROWS rows of a tile see, from row i0 on; one at least."""
+    at = work.at
+    edges = bounds(i0, tl.minimum(i0 + ROWS, at.sq), None, at, spec)
+    last = work.blocks - 1
+    full_first = 0
+    full_last = last
+    if spec.band.right is not None:
+        last = tl.minimum(last, (edges.last - work.first + BLOCK_K - 1) // BLOCK_K - 1)
+        last = tl.maximum(last, 0)
+        full_last = tl.maximum(tl.minimum((edges.full_last - work.first) // BLOCK_K, last), 0)
+    if spec.band.left is not None:
+        full_first = (edges.full_first - work.first + BLOCK_K - 1) // BLOCK_K
+        full_first = tl.minimum(tl.maximum(full_first, 0), full_last)
+    return Blocks(full_first, full_last, last)

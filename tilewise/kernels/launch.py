@@ -1,0 +1,42 @@
+"""Launching kernels, or only compiling them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+
+_compiled: ContextVar[list[Any] | None] = ContextVar("compiled", default=None)
+
+
+@contextmanager
+def compiled_only() -> Iterator[list[Any]]:
+    """Within the block kernels are compiled and collected in the list it gives, and none is launched."""
+    kernels: list[Any] = []
+    token = _compiled.set(kernels)
+    try:
+        yield kernels
+    finally:
+        _compiled.reset(token)
+
+
+def launch(
+    kernel: Any, programs: int, device: torch.device, *arguments: Any, **options: Any
+) -> None:
+    """Runs so many programs of a kernel on the current stream of a device."""
+    compiled = _compiled.get()
+    if compiled is not None:
+        compiled.append(kernel.warmup(*arguments, grid=(programs,), **options))
+        return
+    with current(device):
+        kernel[(programs,)](*arguments, **options)
+
+
+def current(device: torch.device) -> AbstractContextManager[Any]:
+    """Kernels are launched on the current device, so the tensors' has to be it."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)
