@@ -2,6 +2,7 @@
 
 import csv
 import datetime
+import math
 import os
 import platform
 import sys
@@ -14,6 +15,8 @@ from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+
+from tilewise.cli.tune import cores
 
 if TYPE_CHECKING:
     from tilewise.cli.bench_cpu import Outcome, Sizes
@@ -54,9 +57,83 @@ def cpu(
     for outcome in run_cpu(sizes, only):
         outcomes.append(outcome)
         if csv_file is not None:  # at once: nothing is lost when a long run is interrupted
-            append_csv(csv_file, command, outcome)
+            append_csv(csv_file, {**environment(), "command": command, **figures(outcome)})
     show(outcomes)
     if any(outcome.wrong for outcome in outcomes):
+        raise typer.Exit(1)
+
+
+@bench.command()
+def gpu(
+    quick: Annotated[bool, typer.Option("--quick", help="A subset, some five minutes.")] = False,
+    only: Annotated[
+        str, typer.Option(metavar="TEXT", help="Only cases whose description contains this.")
+    ] = "",
+    passes: Annotated[
+        str,
+        typer.Option(
+            metavar="PASS,…",
+            help="Of forward, backward, both.",
+            show_default="all; with --quick the first two",
+        ),
+    ] = "",
+    csv_file: Annotated[
+        Path | None, typer.Option("--csv", dir_okay=False, help="Also append rows to this file.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(file_okay=False, help="Also write plots into this folder.")
+    ] = None,
+    fa3: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True,
+            file_okay=False,
+            help="FlashAttention-3: a folder with fa3.so.xz and libcudart.so.12.",
+            show_default="the package flash_attn_interface",
+        ),
+    ] = None,
+    seconds: Annotated[
+        float, typer.Option(min=0, help="Begin nothing after this time.")
+    ] = math.inf,
+    workers: Annotated[
+        int | None,
+        typer.Option(min=0, help="Processes that compile ahead.", show_default="cores − 1"),
+    ] = None,
+) -> None:
+    """TFLOP/s on this GPU beside PyTorch, FlexAttention and, where they are, other packages.
+
+    Exit code 1 if a result of tilewise is wrong or a backend does not run.
+    """
+    # One compiler in each process, and one cache for them all.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    os.environ.setdefault("TRITON_CACHE_DIR", str(Path.home() / ".triton" / "cache"))
+    import torch
+
+    from tilewise.cli import gpu_cases
+
+    sizes = gpu_cases.QUICK if quick else gpu_cases.USUAL
+    wanted = tuple(passes.replace(",", " ").split()) or sizes.passes
+    for name in wanted:
+        if name not in gpu_cases.PASSES:
+            known = ", ".join(gpu_cases.PASSES)
+            raise typer.BadParameter(f"must be of {known}; got {name!r}", param_hint="--passes")
+    chosen = [case for case in gpu_cases.cases(sizes) if only in str(case)]
+    if not chosen:
+        raise typer.BadParameter(f"no case's description contains {only!r}", param_hint="--only")
+    if torch.version.cuda is None or not torch.cuda.is_available():
+        raise ValueError("tilewise bench gpu needs an NVIDIA GPU and PyTorch for CUDA")
+    from tilewise.cli import bench_gpu, gpu_report
+
+    workers = max(1, cores() - 1) if workers is None else workers
+    options = ["--quick"] * quick + [f"--only '{only}'"] * bool(only)
+    options += [f"--passes {','.join(wanted)}"] * bool(passes)
+    report = gpu_report.Report(chosen, wanted, " ".join(["tilewise bench gpu", *options]), csv_file)
+    try:
+        for outcome in bench_gpu.run_all(chosen, wanted, seconds, workers, fa3, report.say):
+            report.add(outcome)
+    finally:
+        report.show(plot)
+    if report.failed:
         raise typer.Exit(1)
 
 
@@ -117,9 +194,8 @@ def show(outcomes: "Sequence[Outcome]") -> None:
             console.print(f"{outcome.case}: {outcome.note}")
 
 
-def append_csv(path: Path, command: str, outcome: "Outcome") -> None:
+def append_csv(path: Path, row: dict[str, str]) -> None:
     """Adds a row; the names of the columns go before the first row of a file."""
-    row = {**environment(), "command": command, **figures(outcome)}
     with path.open("a", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(row))
         if file.tell() == 0:

@@ -174,8 +174,8 @@ def run(case: Case, seconds: float) -> Outcome:
     shapes = (*case.shapes, case.shapes[0])
     inputs = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
     heads_first = [t.transpose(1, 2).contiguous() for t in inputs]
-    ours = _pass(functools.partial(tilewise.attention, **case.options), inputs, case.when)
-    theirs = _pass(peer, heads_first, case.when)
+    ours = pass_of(functools.partial(tilewise.attention, **case.options), inputs, case.when)
+    theirs = pass_of(peer, heads_first, case.when)
 
     pairs = zip(ours(), theirs(), strict=True)
     differences = [_difference(a.transpose(1, 2), b) for a, b in pairs]
@@ -200,24 +200,29 @@ def one_thread() -> Iterator[None]:
             os.environ["OMP_NUM_THREADS"] = inherited
 
 
-def _pass(
+def pass_of(
     attention: Callable[..., Tensor], inputs: list[Tensor], when: str
 ) -> Callable[[], tuple[Tensor, ...]]:
     """A call that makes the pass and returns what it computes: out, gradients, or all.
 
-    `inputs` are q, k, v and dout.
+    `inputs` are what attention is called with, and dout. A backward pass makes its forward in the first
+    call.
     """
-    *qkv, dout = inputs
-    leaves = [t.detach().requires_grad_(when != FORWARD) for t in qkv]
-    if when == BACKWARD:
-        made = attention(*leaves)
-        return lambda: torch.autograd.grad(made, leaves, dout, retain_graph=True)
+    *operands, dout = inputs
+    leaves = [t.detach().requires_grad_(when != FORWARD) for t in operands]
+    made: list[Tensor] = []
+
+    def backward() -> tuple[Tensor, ...]:
+        if not made:
+            made.append(attention(*leaves))
+        return torch.autograd.grad(made[0], leaves, dout, retain_graph=True)
 
     def both() -> tuple[Tensor, ...]:
         out = attention(*leaves)
         return out.detach(), *torch.autograd.grad(out, leaves, dout)
 
-    return both if when == BOTH else lambda: (attention(*leaves),)
+    calls = {FORWARD: lambda: (attention(*leaves),), BACKWARD: backward, BOTH: both}
+    return calls[when]
 
 
 def _difference(a: Tensor, b: Tensor) -> float:

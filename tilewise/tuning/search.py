@@ -289,11 +289,12 @@ class Compiler:
 @contextmanager
 def compiler(target: GPUTarget, shared: int, workers: int) -> Iterator[Compiler]:
     """A Compiler of that many processes, which are ended with the block."""
-    with multiprocessing.get_context("spawn").Pool(workers, _start_worker) as pool:
+    with multiprocessing.get_context("spawn").Pool(workers, start_worker) as pool:
         yield Compiler(target, shared, pool)
 
 
-def _start_worker() -> None:
+def start_worker() -> None:
+    """How a process begins that only compiles."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the parent's to handle
     torch.set_num_threads(1)
 

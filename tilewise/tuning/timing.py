@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import time
 from collections.abc import Callable, Sequence
 from statistics import median
 
@@ -16,7 +18,7 @@ Call = Callable[[], object]
 def graphed(call: Call) -> Callable[[], None]:
     """A replay of what the call launches, without the time that Python takes.
 
-    What the call allocates is kept until the replay is dropped. Raises what capturing raises.
+    What the call holds and allocates is kept until the replay is dropped. Raises what capturing raises.
     """
     here, side = torch.cuda.current_stream(), torch.cuda.Stream()
     side.wait_stream(here)
@@ -32,7 +34,12 @@ def graphed(call: Call) -> Callable[[], None]:
         finally:
             graph.capture_end()
     here.wait_stream(side)
-    return graph.replay
+    return functools.partial(_replay, graph, call)
+
+
+def _replay(graph: torch.cuda.CUDAGraph, call: Call) -> None:
+    """The call is only held: what it reads has to stay."""
+    graph.replay()
 
 
 def medians(calls: Sequence[Call], milliseconds: float) -> list[float]:
@@ -45,6 +52,28 @@ def medians(calls: Sequence[Call], milliseconds: float) -> list[float]:
     longest = max((times[0] for times in first), default=0.0)
     times = _rounds(calls, rounds_within(milliseconds, longest), flushed)
     return [median(t) for t in times]
+
+
+def host_medians(calls: Sequence[Call], milliseconds: float) -> list[float]:
+    """Milliseconds of each call by the clock, from an idle GPU to an idle GPU, in turn as in `medians`."""
+    for call in calls:
+        _clocked(call)
+    longest = max((_clocked(call) for call in calls), default=0.0)
+    times: list[list[float]] = [[] for _ in calls]
+    order = list(range(len(calls)))
+    for _ in range(rounds_within(milliseconds, longest)):
+        for number in order:
+            times[number].append(_clocked(calls[number]))
+        order.reverse()
+    return [median(t) for t in times]
+
+
+def _clocked(call: Call) -> float:
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    call()
+    torch.cuda.synchronize()
+    return 1e3 * (time.perf_counter() - start)
 
 
 def rounds_within(milliseconds: float, longest: float) -> int:
