@@ -124,6 +124,7 @@ def backward(
 ) -> Gradients:
     """Gradients of q, k, v and of the bias (if wanted), slopes and sinks that there are."""
     from tilewise.kernels import backward as kernels
+    from tilewise.kernels.score import constexpr
 
     q, k, v, s = problem.q, problem.k, problem.v, problem.scores
     dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
@@ -144,7 +145,7 @@ def backward(
     if dq.numel():
         plan = _planned(problem, "queries", dout)
         given = {name: None if t is None else twins.lines(t) for name, t in sums.items()}
-        wanted = kernels.constexpr(any(t is not None for t in sums.values()))
+        wanted = constexpr(any(t is not None for t in sums.values()))
         rows = kernels.Sums(
             **given, dlse=None if dlse is None or not wanted else twins.lines(dlse), WANTED=wanted
         )
@@ -225,11 +226,8 @@ def _key(problem: Problem, operation: str, *others: Tensor) -> Hashable:
         return None
     tensors = (problem.q, problem.k, problem.v, *others)
     layout = tuple((t.shape, t.stride(), t.data_ptr() % 16) for t in tensors)
-    return (operation, layout, problem.q.dtype, problem.q.device, problem.band) + (
-        s.scale,
-        s.softcap,
-        _precision(problem.q),
-    )
+    numbers = (problem.band, s.scale, s.softcap, _precision(problem.q))
+    return (operation, layout, problem.q.dtype, problem.q.device, *numbers)
 
 
 def _launch(kernel: Any, plan: _Plan, *arguments: Any) -> None:
