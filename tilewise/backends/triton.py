@@ -154,7 +154,7 @@ def backward(
         _launch(kernels.queries_kernel, plan, *arguments)
     key_sums = None
     if per_key:
-        shape = lse.shape[:-1] + (k.shape[0 if problem.packed else 1],)
+        shape = (*lse.shape[:-1], k.shape[0 if problem.packed else 1])
         key_sums = lse.new_empty(shape)
     if dk.numel():
         plan = _planned(problem, "keys", dout)
