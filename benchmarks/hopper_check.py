@@ -79,7 +79,15 @@ def plain_cases() -> Iterator[Case]:
         for options, mask in ((None, "full"), (causal, "causal")):
             yield dense(f"D{d} {mask} 512", options, head_dim=d)
             yield dense(f"D{d} {mask} 2048", options, head_dim=d, sq=2048, batch=1)
-            yield dense(f"D{d} {mask} 4100, one head", options, head_dim=d, sq=4100, batch=1, heads=1, kv_heads=1)
+            yield dense(
+                f"D{d} {mask} 4100, one head",
+                options,
+                head_dim=d,
+                sq=4100,
+                batch=1,
+                heads=1,
+                kv_heads=1,
+            )
     yield from (case for case in CASES if case.layout == "dense")
 
 
@@ -92,7 +100,9 @@ def feature_cases() -> Iterator[Case]:
         "top-left": lambda make: {"causal": True, "align": "top-left"},
         "softcap": lambda make: {"softcap": 2.0, "causal": True},
         "alibi": lambda make: {"alibi_slopes": make.normal(make.case.heads).abs(), "causal": True},
-        "alibi of batch": lambda make: {"alibi_slopes": make.normal(make.case.batch, make.case.heads).abs()},
+        "alibi of batch": lambda make: {
+            "alibi_slopes": make.normal(make.case.batch, make.case.heads).abs()
+        },
         "sinks": lambda make: {"sinks": make.normal(make.case.heads), "causal": True},
         "scale 3": lambda make: {"scale": 3.0},
         "scale -0.2": lambda make: {"scale": -0.2, "causal": True},
@@ -115,7 +125,17 @@ def shape_cases() -> Iterator[Case]:
         for d in (128, 64):
             yield dense(f"S {s}, D{d}", None, sq=s, head_dim=d)
             yield dense(f"S {s}, D{d}, causal", causal, sq=s, head_dim=d)
-    for d, dv in ((96, 96), (192, 192), (192, 128), (64, 256), (256, 64), (40, 80), (8, 8), (72, 200), (128, 64)):
+    for d, dv in (
+        (96, 96),
+        (192, 192),
+        (192, 128),
+        (64, 256),
+        (256, 64),
+        (40, 80),
+        (8, 8),
+        (72, 200),
+        (128, 64),
+    ):
         yield dense(f"D {d}, Dv {dv}", None, sq=300, head_dim=d, value_dim=dv)
         yield dense(f"D {d}, Dv {dv}, causal", causal, sq=300, sk=411, head_dim=d, value_dim=dv)
     for sq, sk in ((1, 1000), (1000, 1), (3, 129), (200, 70), (70, 200), (130, 1025)):
@@ -186,7 +206,9 @@ def judged(call: Call, dtype: torch.dtype) -> str:
     again = run(call)
     torch.cuda.synchronize()
     gold = reference.forward(call.problem(lambda t: t.double()))
-    peer = reference.forward(call.problem(), accumulation_dtype(dtype), lambda t: t.to(dtype).to(t.dtype))
+    peer = reference.forward(
+        call.problem(), accumulation_dtype(dtype), lambda t: t.to(dtype).to(t.dtype)
+    )
     verdicts = [
         testing.judge("out", out, gold.out, peer.out, dtype),
         testing.judge("lse", lse, gold.lse, peer.lse, dtype),
@@ -203,12 +225,24 @@ def bits(t: Tensor) -> Tensor:
 
 def probes() -> Iterator[Check]:
     windows = ((None, None), (0, 0), (3, 0), (5, 2), (None, 4), (100, None), (64, 64), (127, 1))
-    for sq, sk in ((1, 1), (7, 19), (64, 64), (65, 130), (130, 65), (300, 300), (257, 900), (129, 128)):
+    for sq, sk in (
+        (1, 1),
+        (7, 19),
+        (64, 64),
+        (65, 130),
+        (130, 65),
+        (300, 300),
+        (257, 900),
+        (129, 128),
+    ):
         for align in tilewise.spec.ALIGNMENTS:
             for window in windows:
                 for flag in (False, True):
                     options = {"causal": flag, "window_size": window, "align": align}
-                    yield Check(f"probe {sq}×{sk} {align} {window} {flag}", lambda a=(sq, sk), o=options: probe(*a, o))
+                    yield Check(
+                        f"probe {sq}×{sk} {align} {window} {flag}",
+                        lambda a=(sq, sk), o=options: probe(*a, o),
+                    )
     for dtype in HALF:
         for sq, sk in ((65, 700), (300, 3000)):
             call = lambda a=(sq, sk), t=dtype: judged(testing.ramp_call(*a, t, "cuda"), t)  # noqa: E731
@@ -218,10 +252,16 @@ def probes() -> Iterator[Check]:
 def probe(sq: int, sk: int, options: dict[str, Any]) -> str:
     x = torch.zeros(1, sq, 1, 64, dtype=torch.bfloat16, device="cuda")
     y = torch.zeros(1, sk, 1, 64, dtype=torch.bfloat16, device="cuda")
-    if tilewise.api.problem_of(x, y, y, **options) and hopper.unsupported(tilewise.api.problem_of(x, y, y, **options)):
+    if tilewise.api.problem_of(x, y, y, **options) and hopper.unsupported(
+        tilewise.api.problem_of(x, y, y, **options)
+    ):
         return ""
     got, counts = testing.mask_probe(sq, sk, 64, "hopper", torch.bfloat16, "cuda", **options)
-    return "" if torch.equal(got.round(), counts) else f"{int((got.round() != counts).sum())} counts differ"
+    return (
+        ""
+        if torch.equal(got.round(), counts)
+        else f"{int((got.round() != counts).sum())} counts differ"
+    )
 
 
 # ------------------------------------------------------------------ what needs more than a case
@@ -268,9 +308,19 @@ def strided() -> str:
         wrong.append(same(attend(*base, causal=flag), plain))
         packed = normal(2, 300, 3, 4, 128)
         q, k, v = packed.unbind(2)
-        wrong.append(same(attend(q, k, v, causal=flag), attend(*(t.contiguous() for t in (q, k, v)), causal=flag)))
+        wrong.append(
+            same(
+                attend(q, k, v, causal=flag),
+                attend(*(t.contiguous() for t in (q, k, v)), causal=flag),
+            )
+        )
         cache = normal(2, 1000, 4, 160)[:, 8:508, :, 16:144]
-        wrong.append(same(attend(cache, cache, cache, causal=flag), attend(*[cache.contiguous()] * 3, causal=flag)))
+        wrong.append(
+            same(
+                attend(cache, cache, cache, causal=flag),
+                attend(*[cache.contiguous()] * 3, causal=flag),
+            )
+        )
     return "; ".join(filter(None, wrong))
 
 
@@ -295,7 +345,11 @@ def large_logits() -> str:
     wrong = []
     for size in (30.0, 1000.0, 1e8):
         for scale in (None, 3.0):
-            call = make_call(dense("large", lambda make, s=scale: {"scale": s, "causal": True}), torch.bfloat16, "cuda")
+            call = make_call(
+                dense("large", lambda make, s=scale: {"scale": s, "causal": True}),
+                torch.bfloat16,
+                "cuda",
+            )
             call.arguments["q"] *= size
             wrong.append(judged(call, torch.bfloat16))
     return "; ".join(filter(None, wrong))
@@ -316,7 +370,10 @@ def many_heads() -> str:
 def far_offsets() -> str:
     q = normal(1, 1, 1, 128).expand(16500, 1024, 1, 128).contiguous()
     q += torch.arange(16500, device="cuda").view(-1, 1, 1, 1) % 7
-    wrong = [same(attend(q, q, q, causal=f)[-2:], attend(q[-2:], q[-2:], q[-2:], causal=f)) for f in (False, True)]
+    wrong = [
+        same(attend(q, q, q, causal=f)[-2:], attend(q[-2:], q[-2:], q[-2:], causal=f))
+        for f in (False, True)
+    ]
     return "; ".join(filter(None, wrong))
 
 
@@ -410,7 +467,11 @@ def compile_one(problem: Problem) -> str:
 
 
 def cells() -> Iterator[tuple[int, int, bool]]:
-    for d, lengths in ((128, (512, 1024, 2048, 4096, 8192, 16384)), (64, (1024, 4096, 16384)), (256, (1024, 4096, 16384))):
+    for d, lengths in (
+        (128, (512, 1024, 2048, 4096, 8192, 16384)),
+        (64, (1024, 4096, 16384)),
+        (256, (1024, 4096, 16384)),
+    ):
         for s in lengths:
             yield from ((d, s, False), (d, s, True))
 
@@ -437,7 +498,10 @@ def milliseconds(f: Callable[[], Any]) -> float:
 
 def flash_attention_3() -> Any:
     """The operators of FlashAttention-3, if they were brought along."""
-    folder = next((p for p in (Path("peers-fa3"), Path(__file__).parents[1] / "peers-fa3") if p.exists()), None)
+    folder = next(
+        (p for p in (Path("peers-fa3"), Path(__file__).parents[1] / "peers-fa3") if p.exists()),
+        None,
+    )
     if folder is None:
         log("no peers-fa3: FlashAttention-3 is not timed")
         return None
@@ -472,7 +536,8 @@ def speed(folder: Path) -> None:
         ours = lambda: attend(q, k, v, causal=flag)  # noqa: E731, B023
         calls: dict[str, Callable[[], Tensor]] = {"tilewise": ours, "cudnn": cudnn(q, k, v, flag)}
         if fa3 is not None:
-            calls["fa3"] = lambda: fa3.fwd(q, k, v, softmax_scale=d**-0.5, is_causal=flag, num_splits=1)[0]  # noqa: B023
+            options = {"softmax_scale": d**-0.5, "is_causal": flag, "num_splits": 1}
+            calls["fa3"] = lambda: fa3.fwd(q, k, v, **options)[0]  # noqa: B023
         with watched(f"speed {d} {s} {flag}"):
             graphs = {name: graphed(call) for name, call in calls.items()}
             times: dict[str, list[float]] = {name: [] for name in calls}
@@ -484,15 +549,25 @@ def speed(folder: Path) -> None:
         peer = graphs["fa3" if "fa3" in graphs else "cudnn"][1]
         peer = peer if "fa3" in graphs else peer.transpose(1, 2)
         off = float((graphs["tilewise"][1].float() - peer.float()).norm() / peer.float().norm())
-        row = {"D": d, "S": s, "mask": "causal" if flag else "full", **{n: round(r) for n, r in rate.items()}}
-        row |= {f"÷ {name}": round(rate["tilewise"] / rate[name], 3) for name in rate if name != "tilewise"}
+        row = {
+            "D": d,
+            "S": s,
+            "mask": "causal" if flag else "full",
+            **{n: round(r) for n, r in rate.items()},
+        }
+        row |= {
+            f"÷ {name}": round(rate["tilewise"] / rate[name], 3)
+            for name in rate
+            if name != "tilewise"
+        }
         rows.append(row)
         log(f"{row} difference {off:.1e}" + ("" if off < 5e-3 else " WRONG"))
         (folder / "hopper_speed.json").write_text(json.dumps(rows))
     for name in ("÷ fa3", "÷ cudnn"):
         ratios = [row[name] for row in rows if name in row]
         if ratios:
-            log(f"SUMMARY geometric mean {name}: {math.exp(sum(map(math.log, ratios)) / len(ratios)):.3f} of {len(ratios)}")
+            mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+            log(f"SUMMARY geometric mean {name}: {mean:.3f} of {len(ratios)}")
     a = normal(8192, 8192)
     log(f"SUMMARY matmul 8192³: {2 * 8192**3 / milliseconds(lambda: a @ a) * 1e-9:.0f}")
 
@@ -517,8 +592,12 @@ def variants() -> None:
             with watched(f"variant {d} {s} {flag} {name}"):
                 graphs[name], _ = graphed(lambda: attend(q, k, v, causal=flag))  # noqa: B023
         hopper._plan = chosen_plan
-        times = {name: sorted(milliseconds(replay) for _ in range(3))[1] for name, replay in graphs.items()}
-        log(f"D{d} S{s} {'causal' if flag else 'full'}: {({n: round(flops / t * 1e-9) for n, t in times.items()})}")
+        times = {
+            name: sorted(milliseconds(replay) for _ in range(3))[1]
+            for name, replay in graphs.items()
+        }
+        rates = {name: round(flops / t * 1e-9) for name, t in times.items()}
+        log(f"D{d} S{s} {'causal' if flag else 'full'}: {rates}")
 
 
 def launch_cost() -> None:
@@ -586,8 +665,12 @@ def check(part: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", default=",".join(("compile", *CHECKS, "speed", "launch")), help=f"of {PARTS}")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--parts", default=",".join(("compile", *CHECKS, "speed", "launch")), help=f"of {PARTS}"
+    )
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")))
     parser.add_argument("--inside", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -606,17 +689,32 @@ def main() -> None:
     with (arguments.out / "hopper_check.log").open("w") as whole:
         for part in parts:
             started = time.monotonic()
-            command = [sys.executable, __file__, "--parts", arguments.parts, "--out", str(arguments.out), "--inside", part]
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            command = [
+                sys.executable,
+                __file__,
+                "--parts",
+                arguments.parts,
+                "--out",
+                str(arguments.out),
+                "--inside",
+                part,
+            ]
+            process = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            )
             assert process.stdout is not None
             for line in process.stdout:
                 whole.write(line)
                 whole.flush()
-                if line.startswith(("WRONG", "HUNG", "SUMMARY", "NOT COMPILED", "Report", "{'D'", "D", "Traceback")):
+                if line.startswith(
+                    ("WRONG", "HUNG", "SUMMARY", "NOT COMPILED", "Report", "{'D'", "D", "Traceback")
+                ):
                     print(line, end="", flush=True)
                     lines.append(line)
             code = process.wait()
-            note = f"{part}: {time.monotonic() - started:.0f} s" + (f", exit {code}" if code else "")
+            note = f"{part}: {time.monotonic() - started:.0f} s" + (
+                f", exit {code}" if code else ""
+            )
             print(note, flush=True)
             lines.append(note + "\n")
     kept = [line for line in lines if not line.startswith(("{'D'", "D"))]

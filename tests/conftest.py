@@ -2,10 +2,10 @@ import functools
 
 import pytest
 import torch
+from inputs import cpu_backends
 
 import tilewise
 from tilewise.backends import flash, tiles
-from tilewise.dispatch import BACKENDS
 
 
 @pytest.fixture
@@ -23,24 +23,25 @@ def _seed():
     torch.manual_seed(0)
 
 
-@pytest.fixture(params=list(BACKENDS))
+@pytest.fixture(params=cpu_backends())
 def backend(request):
+    """Each backend that serves a plain call on CPU tensors."""
     return request.param
 
 
 @pytest.fixture
 def attend(backend):
-    """`attention` on each backend, with lse."""
+    """`attention` on each such backend, with lse."""
     return functools.partial(tilewise.attention, return_lse=True, backend=backend)
 
 
 @pytest.fixture
 def packed(backend):
-    """`attention_varlen` on each backend, with lse."""
+    """`attention_varlen` on each such backend, with lse."""
     return functools.partial(tilewise.attention_varlen, return_lse=True, backend=backend)
 
 
 @pytest.fixture
 def paged(backend):
-    """`attention_paged` on each backend, with lse."""
+    """`attention_paged` on each such backend, with lse."""
     return functools.partial(tilewise.attention_paged, return_lse=True, backend=backend)

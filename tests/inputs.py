@@ -1,10 +1,19 @@
-"""Random inputs, the same in every run, and tiles small enough that few rows need many."""
+"""Random inputs, the same in every run, backends that take them, and tiles small enough that few rows
+need many."""
 
 import pytest
 import torch
 from torch import Tensor
 
 from tilewise.backends import flash, tiles
+from tilewise.dispatch import BACKENDS
+from tilewise.testing import CASES, make_call
+
+
+def cpu_backends() -> list[str]:
+    """The backends that serve a plain call on CPU tensors."""
+    problem = make_call(CASES[0]).problem()
+    return [name for name, module in BACKENDS.items() if not module.unsupported(problem)]
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:

@@ -47,7 +47,6 @@ def test_many_small_tiles(small_tiles, dtype):
 @pytest.mark.parametrize("align", ["bottom-right", "top-left"])
 @pytest.mark.parametrize("window", [(None, None), (0, 0), (3, 0), (5, 2), (None, 4), (100, None)])
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_mask_probe(small_tiles, backend, causal, window, align, sq, sk):
     got, counts = mask_probe(
         sq, sk, backend=backend, causal=causal, window_size=window, align=align
@@ -57,7 +56,6 @@ def test_mask_probe(small_tiles, backend, causal, window, align, sq, sk):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_ramp(small_tiles, backend, dtype):
     call = ramp_call(33, 200, dtype)
     results = evaluate(call, backend)

@@ -199,6 +199,12 @@ def test_a_measurement_in_a_fresh_process() -> None:
     assert usage.peak_bytes is None or 2 * matrix < usage.peak_bytes < 8 * matrix
 
 
+def test_a_gpu_is_measured_without_a_fresh_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "_measure_here", lambda *call: call)
+    monkeypatch.setattr(measure, "ProcessPoolExecutor", None)
+    assert measure.measure("standard", 8, 4, "cuda") == ("standard", 8, 4, "cuda")
+
+
 @pytest.mark.parametrize("counter", ["system", "psutil"])
 def test_peak_memory(counter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if counter == "psutil":
@@ -217,15 +223,37 @@ def test_peak_memory(counter: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.filterwarnings("error")  # matplotlib warns of a glyph that no font has
-def test_plots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        (["--only", "2"], {"tile_map.png"}),
+        (["--only", "4", "--lang", "zh"], {"memory_and_traffic.png"}),
+        ([], {"tile_map.png", "memory_and_traffic.png"}),
+    ],
+)
+def test_plots(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], names: set[str]
+) -> None:
     image = pytest.importorskip("matplotlib.image")
     pretend(monkeypatch, lambda algorithm, n: Usage(algorithm, n, 1024 * n, 1e-9))
-    result = demo("--only", "4", "--lang", "zh", "--plot", str(tmp_path / "plots"))
+    monkeypatch.setattr(model, "find_spec", lambda name: None)
+    result = demo(*options, "--plot", str(tmp_path / "plots"))
     assert result.exit_code == 0, result.output
-    for name in ("memory_and_traffic.png", "tile_map.png"):
+    assert {path.name for path in (tmp_path / "plots").iterdir()} == names
+    for name in names:
         pixels = image.imread(tmp_path / "plots" / name)
         assert min(pixels.shape[:2]) > 600
         assert 0.01 < (pixels[..., :3].min(axis=-1) < 0.5).mean() < 0.9  # something is drawn
+
+
+def test_what_has_no_plot_refuses(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="--plot draws demonstrations 2 and 4, got --only 3"):
+        CliRunner().invoke(
+            app,
+            ["demo", "--only", "3", "--plot", str(tmp_path / "plots")],
+            catch_exceptions=False,
+        )
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("blocks", [(8, 8), (5, 7), (1, 1), (40, 40)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import pytest
@@ -112,6 +113,31 @@ def check(inputs: list[Tensor], **arguments: Any) -> tilewise.Cost:
 @pytest.mark.parametrize("name", DENSE)
 def test_dense(name: str) -> None:
     check(operands(), **DENSE[name])
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_rows_are_counted_in_parts(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(importlib.import_module("tilewise.cost"), "ROWS_AT_ONCE", 2 * BLOCK_Q + 1)
+    check(operands(), **DENSE[name])
+
+
+@pytest.mark.parametrize("name", [name for name in DENSE if "mask" not in DENSE[name]])
+def test_a_mask_that_hides_nothing_changes_nothing(name: str) -> None:
+    everything = torch.ones(SQ, 1, dtype=torch.bool)
+    assert check(operands(), **DENSE[name]) == check(operands(), **DENSE[name], mask=everything)
+
+
+def test_a_long_sequence() -> None:
+    n, tiles = 128 << 15, 1 << 15
+    q = torch.empty(1, n, 2, 64, device="meta")
+    causal = tilewise.cost(q, q, q, causal=True)
+    assert causal.flops == 2 * 4 * 64 * n * (n + 1) // 2
+    assert causal.tiles_edge == 2 * tiles
+    assert causal.tiles_full == causal.tiles_skipped == tiles * (tiles - 1)
+    window = tilewise.cost(q, q, q, causal=True, window_size=(255, None))
+    assert window.flops == 2 * 4 * 64 * (256 * n - 256 * 255 // 2)
+    assert window.tiles_full == 2 * (tiles - 1)
+    assert window.tiles_edge == 2 * (tiles + tiles - 2)
 
 
 @pytest.mark.parametrize(("sq", "sk"), [(31, 23), (1, 31), (23, 1), (0, 5), (5, 0)])

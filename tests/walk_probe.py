@@ -12,7 +12,6 @@ import triton.language as tl
 
 from tilewise.arguments import problem_of
 from tilewise.backends import hopper
-from tilewise.kernels import twins
 from tilewise.kernels.hopper_walk import blocks_of, work_of
 
 GROUP_ROWS, GROUPS, BLOCK_K = 8, 2, 16
@@ -20,7 +19,9 @@ FIELDS = 8 + 3 * GROUPS
 
 
 @triton.jit
-def walk_kernel(out, spec, walk, GROUP_ROWS: tl.constexpr, GROUPS: tl.constexpr, BLOCK_K: tl.constexpr):
+def walk_kernel(
+    out, spec, walk, GROUP_ROWS: tl.constexpr, GROUPS: tl.constexpr, BLOCK_K: tl.constexpr
+):
     number = tl.program_id(0)
     out += number * (8 + 3 * GROUPS)
     work = work_of(number, walk, spec, GROUP_ROWS * GROUPS, BLOCK_K)

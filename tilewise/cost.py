@@ -7,6 +7,7 @@ prices them. Of q, k and v only the shapes are read.
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,9 @@ from torch import Tensor
 from tilewise.api import problem_of
 from tilewise.results import accumulation_dtype
 from tilewise.spec import Problem, rows_of, sequences
+
+# How many rows are counted in one go: a few MB.
+ROWS_AT_ONCE = 1 << 15
 
 
 class Cost(NamedTuple):
@@ -218,15 +222,54 @@ def _count(problem: Problem, block_q: int, block_k: int) -> _Count:
     )
     if not whole.scores:
         return whole
-    blocks = ((i0, min(i0 + block_q, sq)) for i0 in range(0, sq, block_q))
-    tiles = (_count_tiles(problem, i0, i1, block_k) for i0, i1 in blocks)
-    return _Count(*map(sum, zip(whole, *tiles, strict=True)))
+    whole_rows = sq - sq % block_q
+    count, step = (
+        (_count_intervals, block_q * max(1, ROWS_AT_ONCE // block_q))
+        if problem.scores.mask is None
+        else (_count_masked, block_q)
+    )
+    ends = [*range(0, whole_rows, step), whole_rows, sq]
+    parts = (
+        count(problem, i0, i1, min(block_q, i1 - i0), block_k)
+        for i0, i1 in pairwise(ends)
+        if i0 < i1
+    )
+    return _Count(*map(sum, zip(whole, *parts, strict=True)))
 
 
-def _count_tiles(problem: Problem, i0: int, i1: int, block_k: int) -> _Count:
-    """The count of one row of tiles, query rows i0 … i1 − 1 against all keys."""
-    sk, rows = problem.k.shape[1], i1 - i0
+def _count_intervals(problem: Problem, i0: int, i1: int, block_q: int, block_k: int) -> _Count:
+    """The count of query rows i0 … i1 − 1, tiles of block_q rows, without a mask."""
+    sk = problem.k.shape[1]
+    lo, hi = (t.unflatten(1, (-1, block_q)) for t in problem.interval(i0, i1))
+    (first, full_first), (full_last, last) = lo.aminmax(dim=-1), hi.aminmax(dim=-1)
+    # Tiles from `start` to before `stop` are computed, those that begin and end inside of what all
+    # rows see are full; the last tile may be cut short.
+    start, stop = first // block_k, -(-last // block_k)
+    full_stop = (full_last // block_k).where(full_last < sk, -(-sk // block_k))
+    full = full_stop + -full_first // block_k
+    keys = (stop * block_k).clamp(max=sk) - start * block_k
+    heads = problem.q.shape[0] * problem.q.shape[2]
+
+    def total(t: Tensor) -> int:
+        return int(t.sum()) * (heads // t.shape[0])  # what all batch entries share is there once
+
+    computed = first < last
+    tiles_computed, tile_keys = total((stop - start) * computed), total(keys * computed)
+    return _Count(
+        pairs=total((hi - lo).clamp(min=0)),
+        tiles_computed=tiles_computed,
+        tiles_full=total(full.clamp(min=0)),
+        tile_rows=tiles_computed * block_q,
+        tile_keys=tile_keys,
+        tile_scores=tile_keys * block_q,
+    )
+
+
+def _count_masked(problem: Problem, i0: int, i1: int, block_q: int, block_k: int) -> _Count:
+    """The count of one row of tiles, query rows i0 … i1 − 1 against all keys, with a mask."""
+    sk = problem.k.shape[1]
     mask = problem.scores.mask
+    assert mask is not None
     # Flags of pairs are (B, Hq, rows, Sk) and of tiles (B, Hq, tiles); what is alike for all batch
     # entries or heads is there once.
     lo, hi = (t.unsqueeze(1) for t in problem.interval(i0, i1))
@@ -234,16 +277,11 @@ def _count_tiles(problem: Problem, i0: int, i1: int, block_k: int) -> _Count:
     stop = (start + block_k).clamp(max=sk)
     first, full_first = lo.amin(-1, keepdim=True), lo.amax(-1, keepdim=True)
     full_last, last = hi.amin(-1, keepdim=True), hi.amax(-1, keepdim=True)
-    computed = (first < last) & (start < last) & (stop > first)
-    full = (start >= full_first) & (stop <= full_last)
-    seen = (hi - lo).clamp(min=0)
-    if mask is not None:
-        mask = rows_of(mask, 2, i0, i1).expand(-1, -1, -1, sk)
-        keys = torch.arange(sk, device=lo.device)
-        seen = mask & (keys >= lo.unsqueeze(-1)) & (keys < hi.unsqueeze(-1))
-        computed = computed & _any_in_tiles(mask, block_k)
-        full = full & ~_any_in_tiles(~mask, block_k)
-
+    mask = rows_of(mask, 2, i0, i1).expand(-1, -1, -1, sk)
+    keys = torch.arange(sk, device=lo.device)
+    seen = mask & (keys >= lo.unsqueeze(-1)) & (keys < hi.unsqueeze(-1))
+    computed = (first < last) & (start < last) & (stop > first) & _any_in_tiles(mask, block_k)
+    full = (start >= full_first) & (stop <= full_last) & ~_any_in_tiles(~mask, block_k)
     heads = problem.q.shape[0] * problem.q.shape[2]
 
     def total(t: Tensor) -> int:
@@ -254,9 +292,9 @@ def _count_tiles(problem: Problem, i0: int, i1: int, block_k: int) -> _Count:
         pairs=total(seen),
         tiles_computed=tiles_computed,
         tiles_full=total(full & computed),
-        tile_rows=tiles_computed * rows,
+        tile_rows=tiles_computed * block_q,
         tile_keys=tile_keys,
-        tile_scores=tile_keys * rows,
+        tile_scores=tile_keys * block_q,
     )
 
 

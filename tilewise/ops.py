@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from tilewise import dispatch
 from tilewise.derivatives import Rowwise, derive
@@ -25,6 +26,8 @@ from tilewise.results import (
 )
 from tilewise.spec import Band, Dropout, KeyRange, Packed, Paged, Problem, Scores
 
+_PROXY = torch._C._TorchDispatchModeKey.PROXY  # what make_fx traces with
+_legacy_batched = torch._C._functorch.is_legacy_batchedtensor
 _DIFFERENTIABLE = 6
 _TENSORS = 14
 _ARGUMENTS = (
@@ -49,27 +52,28 @@ def _numbers_only(*tensors: Tensor | None) -> bool:
     """Whether no gradient, tangent, transform or tracing is at work: a backend may be called itself."""
     if torch.compiler.is_compiling():
         return False
-    proxy = torch._C._TorchDispatchModeKey.PROXY  # what make_fx traces with
-    if torch._C._are_functorch_transforms_active() or torch._C._get_dispatch_mode(proxy):
+    if torch._C._are_functorch_transforms_active() or torch._C._get_dispatch_mode(_PROXY):
         return False
-    grad = torch.is_grad_enabled()
+    grad, duals = torch.is_grad_enabled(), forward_ad._current_level >= 0
     return all(
         t is None
         or (
             _holds_numbers(t)
             and not (grad and t.requires_grad)
-            and torch.autograd.forward_ad.unpack_dual(t).tangent is None
+            and not (duals and forward_ad.unpack_dual(t).tangent is not None)
         )
         for t in tensors
     )
 
 
 def _holds_numbers(t: Tensor) -> bool:
-    """Whether t is a tensor in memory: no subclass, fake, meta or (as in is_grads_batched) batched."""
-    if type(t) not in (Tensor, torch.nn.Parameter):
-        return False
-    keys, key = torch._C._dispatch_keys(t), torch._C.DispatchKey
-    return keys.has(key.CPU) or keys.has(key.CUDA)
+    """Whether t's memory holds its numbers: no subclass, fake, meta or (as in is_grads_batched) batched
+    tensor, none with a pending minus sign."""
+    return (
+        type(t) in (Tensor, torch.nn.Parameter)
+        and (t.is_cpu or t.is_cuda)
+        and not (t.is_neg() or t._is_zerotensor() or _legacy_batched(t))
+    )
 
 
 def _score_tensors(problem: Problem) -> tuple[Tensor | None, Tensor | None, Tensor | None]:

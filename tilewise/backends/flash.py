@@ -32,21 +32,20 @@ def serves(problem: Problem) -> bool:
     """Whether the kernel knows what is asked for and is the faster way."""
     q, k, v = problem.q, problem.k, problem.v
     scale, *asked = problem.scores
+    elsewhere = (problem.key_range, problem.dropout, problem.packed, problem.paged)
+    if not q.is_cpu or scale <= 0 or any(t is not None for t in (*asked, *elsewhere)):
+        return False
+    (b, sq, heads, width), (_, sk, kv_heads, value_width) = q.shape, v.shape
     return (
-        q.device.type == "cpu"
-        and all(t is None for t in (*asked, problem.key_range, problem.dropout))
-        and problem.packed is None
-        and problem.paged is None
-        and scale > 0
-        and q.shape[3] == v.shape[3]
-        and q.shape[1] >= fewest_rows(q.dtype)
-        and k.shape[1] >= FEWEST_KEYS
-        and (problem.groups == 1 or q.shape[1] >= FEWEST_ROWS_OF_A_GROUP)
-        and q.shape[0] * q.shape[2] > 0
+        width == value_width
+        and sq >= fewest_rows(q.dtype)
+        and sk >= FEWEST_KEYS
+        and (heads == kv_heads or sq >= FEWEST_ROWS_OF_A_GROUP)
+        and b * heads > 0
         and not any(t._is_zerotensor() for t in (q, k, v))  # they have no memory to read
         and q.stride(3) == k.stride(3) == v.stride(3) == 1
         and _is_causal(problem) is not None
-        and (q.shape[1] * k.shape[1] <= SHORT or not onednn_wins())
+        and (sq * sk <= SHORT or not onednn_wins())
     )
 
 
@@ -59,11 +58,13 @@ def fewest_rows(dtype: torch.dtype) -> float:
 
 def _is_causal(problem: Problem) -> bool | None:
     """The kernel's flag, or None for a band that it does not know."""
-    sq, sk = problem.q.shape[1], problem.k.shape[1]
-    if problem.bounds(0, sq)[1:3] == (0, sk):
-        return False
     left, right, _ = problem.band
-    return True if left is None and right == 0 and problem.band.offset(sq, sk) == 0 else None
+    if left is None and right is None:
+        return False
+    sq, sk = problem.q.shape[1], problem.k.shape[1]
+    if left is None and right == 0 and problem.band.offset(sq, sk) == 0:
+        return True
+    return False if problem.bounds(0, sq)[1:3] == (0, sk) else None
 
 
 def serves_backward(problem: Problem, dlse: Tensor | None) -> bool:
@@ -83,20 +84,23 @@ def forward(problem: Problem) -> Result | None:
         bool(_is_causal(problem)),
         scale=problem.scores.scale,
     )
-    if not (_moderate(lse) and math.isfinite(float(out.sum()))):
+    out, lse = out.transpose(1, 2).contiguous(), lse.contiguous()
+    low, high = _ends(lse)
+    if not (_moderate(low, high) and math.isfinite(float(out.sum()))):
         return None
     # A logit of −inf by overflow is right to weigh nothing, unless the scale would have brought it
     # back, or all of its row are so: then the kernel's lse is 0.
-    unusual = _unusual_scale(problem) or int(lse.count_nonzero()) < lse.numel()
-    if unusual and products_overflow(problem):
+    zeros = low <= 0 <= high and int(lse.count_nonzero()) < lse.numel()
+    if (zeros or _unusual_scale(problem)) and products_overflow(problem):
         return None
-    lse = lse.contiguous()
-    return Result(out.transpose(1, 2).contiguous(), lse, torch.zeros_like(lse))
+    return Result(out, lse, torch.zeros_like(lse))
 
 
 def backward(problem: Problem, result: Result, dout: Tensor) -> Gradients | None:
     """The gradients, or None where they are not to be trusted."""
-    if not _moderate(result.lse) or (_unusual_scale(problem) and products_overflow(problem)):
+    if not _moderate(*_ends(result.lse)) or (
+        _unusual_scale(problem) and products_overflow(problem)
+    ):
         return None
     grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         *_heads_first(dout.contiguous(), problem.q, *_expanded(problem), result.out),
@@ -129,6 +133,11 @@ def _unusual_scale(problem: Problem) -> bool:
     return not 1e-20 < problem.scores.scale < 1e20
 
 
-def _moderate(lse: Tensor) -> bool:
-    low, high = (float(t) for t in torch.aminmax(lse))
+def _ends(lse: Tensor) -> tuple[float, float]:
+    """The lowest and the highest; NaN if there is one."""
+    low, high = torch.aminmax(lse)
+    return float(low), float(high)
+
+
+def _moderate(low: float, high: float) -> bool:
     return low > -LARGEST_LSE and high < LARGEST_LSE

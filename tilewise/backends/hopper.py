@@ -114,7 +114,8 @@ def _unaligned(name: str, t: Tensor) -> list[str]:
             f"{name} must have strides that are positive multiples of {_ALIGNMENT} bytes, "
             f"{_ALIGNMENT // size} elements, got {tuple(t.stride())}"
         )
-    if t.storage_offset() * size % _ALIGNMENT:
+    # What is compiled has no memory yet: `_view` looks again.
+    if not torch.compiler.is_compiling() and t.storage_offset() * size % _ALIGNMENT:
         reasons.append(
             f"{name} must start at a multiple of {_ALIGNMENT} bytes, got {t.storage_offset() * size} "
             "in its storage"
@@ -164,7 +165,9 @@ def _plan(problem: Problem) -> _Plan:
     banded = any(side is not None for side in twins.sides(problem))
     block_d, block_dv = (max(64, twins.power_of_two(t.shape[-1])) for t in (problem.q, problem.v))
     length = length_bucket(max(problem.q.shape[1], problem.k.shape[1]))
-    key = Key("hopper_forward", 16, max(block_d, block_dv), mask_kind(banded, False), length)
+    s = problem.scores
+    kind = mask_kind(banded, general=s.softcap is not None or s.alibi_slopes is not None)
+    key = Key("hopper_forward", 16, max(block_d, block_dv), kind, length)
     chosen = config_for(_device_name(problem.q.device), key)
     groups, stages = chosen.block_q // _GROUP_ROWS, chosen.num_stages
     plan = _Plan(groups, chosen.block_k, block_d, block_dv, stages, 2, banded)
@@ -190,13 +193,10 @@ def forward(problem: Problem) -> Result:
         _view(out, _GROUP_ROWS, min(plan.block_dv, 128)),
     )
     maxnreg, registers = _REGISTERS[plan.groups]
-    tile = kernels.Tile(
-        *map(kernels.constexpr, plan),
-        RAGGED=kernels.constexpr((last - first) % plan.block_k != 0),
-        FENCED=kernels.constexpr(max(plan.block_d, plan.block_dv) == 64),
-        REGISTERS=kernels.constexpr(registers),
-        RANK=kernels.WHOLE,
-    )
+    ragged = (last - first) % plan.block_k != 0
+    fenced = max(plan.block_d, plan.block_dv) == 64
+    sides = (*plan, ragged, fenced, registers, kernels.WHOLE.value)
+    tile = kernels.Tile(*map(kernels.constexpr, sides))
     with current(q.device):
         spec, walk = _order(problem, plan, plan.groups * _GROUP_ROWS)
         programs = min(walk.tiles, _multiprocessors(q.device))

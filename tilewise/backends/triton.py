@@ -14,7 +14,9 @@ from __future__ import annotations
 import functools
 import importlib.util
 import math
-from typing import Any
+import os
+from collections.abc import Hashable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,9 +25,17 @@ from tilewise.kernels import twins
 from tilewise.kernels.launch import launch
 from tilewise.results import Gradients, Result, accumulation_dtype, result_shapes
 from tilewise.spec import Problem, Scores
-from tilewise.tuning.config import Config, Key, config_for, length_bucket, mask_kind
+from tilewise.tuning.config import (
+    Config,
+    Key,
+    config_for,
+    length_bucket,
+    mask_kind,
+    overridden,
+)
 
 SPLITS_LSE = False
+INSTALLED = importlib.util.find_spec("triton") is not None
 LARGEST_HEAD_DIM = 512
 # Grids are one-dimensional and token counts 32-bit.
 _LARGEST_COUNT = 2**30
@@ -37,7 +47,7 @@ def unsupported(problem: Problem) -> list[str]:
     reasons = []
     if q.device.type != "cuda" and not (q.device.type == "cpu" and interpreted()):
         reasons.append(f"Triton's kernels run on a GPU, and q is on {q.device}")
-    if importlib.util.find_spec("triton") is None:
+    if not INSTALLED:
         reasons.append("the package triton is not installed (it comes with PyTorch for CUDA)")
     if problem.paged is not None:
         reasons.append("pages are not served")
@@ -58,12 +68,11 @@ def unsupported(problem: Problem) -> list[str]:
 
 
 def interpreted() -> bool:
-    """Whether Triton runs its kernels on the CPU, in Python (TRITON_INTERPRET=1)."""
-    if importlib.util.find_spec("triton") is None:
-        return False
-    import triton
+    """Whether Triton runs its kernels on the CPU, in Python (TRITON_INTERPRET=1).
 
-    return bool(triton.knobs.runtime.interpret)
+    Read as Triton reads it, but without importing Triton: every call on a CPU asks.
+    """
+    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
 
 
 def _too_old(capability: tuple[int, int], dtype: torch.dtype) -> list[str]:
@@ -90,19 +99,16 @@ def forward(problem: Problem) -> Result:
     out = q.new_empty(out_shape)
     lse = q.new_empty(lse_shape, dtype=accumulation_dtype(q.dtype))
     if out.numel():
-        chosen = _config(problem, "forward")
-        grid = _tiles(problem, chosen.block_q, "q") * q.shape[-2]
+        plan = _planned(problem, "forward")
         _launch(
             forward_kernel,
-            grid,
-            chosen,
-            q.device,
+            plan,
             *map(twins.tokens, (q, problem.k, problem.v)),
-            *_tmas(problem, chosen.block_k, problem.k, problem.v),
+            *_tmas(problem, plan.chosen.block_k, problem.k, problem.v),
             twins.tokens(out),
             twins.lines(lse),
-            twins.spec(problem),
-            _tile(problem, chosen),
+            plan.spec,
+            plan.tile,
         )
     elif lse.numel():
         lse.fill_(float("-inf"))
@@ -123,7 +129,6 @@ def backward(
     dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
     lse = result.lse
     delta = torch.empty_like(lse)
-    spec, device = twins.spec(problem), q.device
     if lse.numel():
         _delta(kernels.delta_kernel, result.out, dout, dlse, delta)
     operands = (*map(twins.tokens, (q, k, v, dout)), twins.lines(lse), twins.lines(delta))
@@ -137,36 +142,28 @@ def backward(
         "sinks": None if s.sinks is None else torch.empty_like(lse),
     }
     if dq.numel():
-        chosen = _config(problem, "queries")
-        grid = _tiles(problem, chosen.block_q, "q") * q.shape[-2]
+        plan = _planned(problem, "queries", dout)
         given = {name: None if t is None else twins.lines(t) for name, t in sums.items()}
         wanted = kernels.constexpr(any(t is not None for t in sums.values()))
         rows = kernels.Sums(
-            **given, dlse=None if dlse is None else twins.lines(dlse), WANTED=wanted
+            **given, dlse=None if dlse is None or not wanted else twins.lines(dlse), WANTED=wanted
         )
-        arguments = (*operands, *_tmas(problem, chosen.block_k, k, v), twins.tokens(dq), rows)
-        _launch(
-            kernels.queries_kernel, grid, chosen, device, *arguments, spec, _tile(problem, chosen)
-        )
+        tmas = _tmas(problem, plan.chosen.block_k, k, v)
+        arguments = (*operands, *tmas, twins.tokens(dq), rows, plan.spec, plan.tile)
+        _launch(kernels.queries_kernel, plan, *arguments)
     key_sums = None
     if per_key:
         shape = lse.shape[:-1] + (k.shape[0 if problem.packed else 1],)
         key_sums = lse.new_empty(shape)
     if dk.numel():
-        chosen = _config(problem, "keys")
-        grid = _tiles(problem, chosen.block_k, "k") * k.shape[-2]
+        plan = _planned(problem, "keys", dout)
         lines = None if key_sums is None else twins.lines(key_sums)
-        arguments = (
-            *operands,
-            *_tmas(problem, chosen.block_q, q, dout),
-            twins.tokens(dk),
-            twins.tokens(dv),
-            lines,
-        )
-        _launch(kernels.keys_kernel, grid, chosen, device, *arguments, spec, _tile(problem, chosen))
+        tmas = _tmas(problem, plan.chosen.block_q, q, dout)
+        arguments = (*operands, *tmas, twins.tokens(dk), twins.tokens(dv), lines)
+        _launch(kernels.keys_kernel, plan, *arguments, plan.spec, plan.tile)
     dbias = None
     if bias is not None:
-        dbias = _bias_gradient(problem, bias, operands, sums["bias"], key_sums, spec)
+        dbias = _bias_gradient(problem, bias, operands, sums["bias"], key_sums)
     slopes, sinks = sums["slopes"], sums["sinks"]
     return Gradients(
         dq,
@@ -184,11 +181,61 @@ def backward(
 # ------------------------------------------------------------------ launching
 
 
-def _launch(
-    kernel: Any, programs: int, chosen: Config, device: torch.device, *arguments: Any
-) -> None:
-    options = {"num_warps": chosen.num_warps, "num_stages": chosen.num_stages}
-    launch(kernel, programs, device, *arguments, **options)
+class _Plan(NamedTuple):
+    """How a kernel is launched for a problem, and what it is told beside the operands."""
+
+    programs: int
+    chosen: Config
+    spec: Any
+    tile: Any
+    key: Hashable
+
+
+_plans: dict[Hashable, _Plan] = {}
+_MOST_PLANS = 4096
+
+
+def _planned(problem: Problem, operation: str, *others: Tensor) -> _Plan:
+    """The plan of the kernel of an operation that reads `others` beside q, k and v."""
+    key = _key(problem, operation, *others)
+    plan = None if key is None else _plans.get(key)
+    if plan is None:
+        chosen = _config(problem, operation)
+        own_keys = operation == "keys"
+        tiles = _tiles(problem, chosen.block_k if own_keys else chosen.block_q, own_keys)
+        heads = problem.k.shape[-2] if own_keys else problem.q.shape[-2]
+        spec, tile = twins.spec(problem), _tile(problem, chosen)
+        plan = _Plan(tiles * heads, chosen, spec, tile, key)
+        if key is not None:
+            if len(_plans) >= _MOST_PLANS:
+                _plans.clear()
+            _plans[key] = plan
+    return plan
+
+
+def _key(problem: Problem, operation: str, *others: Tensor) -> Hashable:
+    """What a plan and its compiled kernel depend on, where q, k, v and others are the only tensors.
+    None elsewhere, and where tiles are overridden."""
+    s = problem.scores
+    if (
+        not (s.bias is None and s.mask is None and s.alibi_slopes is None and s.sinks is None)
+        or not (problem.key_range is None and problem.dropout is None and problem.packed is None)
+        or overridden()
+    ):
+        return None
+    tensors = (problem.q, problem.k, problem.v, *others)
+    layout = tuple((t.shape, t.stride(), t.data_ptr() % 16) for t in tensors)
+    return (operation, layout, problem.q.dtype, problem.q.device, problem.band) + (
+        s.scale,
+        s.softcap,
+        _precision(problem.q),
+    )
+
+
+def _launch(kernel: Any, plan: _Plan, *arguments: Any) -> None:
+    options = {"num_warps": plan.chosen.num_warps, "num_stages": plan.chosen.num_stages}
+    device = arguments[0].data.device
+    launch(kernel, plan.programs, device, *arguments, key=plan.key, **options)
 
 
 def _config(problem: Problem, operation: str) -> Config:
@@ -210,9 +257,9 @@ def _name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-def _tiles(problem: Problem, block: int, side: str) -> int:
+def _tiles(problem: Problem, block: int, of_keys: bool) -> int:
     """Programs per head: tiles of all batch entries, or as many as packed sequences may need."""
-    t = problem.q if side == "q" else problem.k
+    t = problem.k if of_keys else problem.q
     if problem.packed is None:
         return -(-t.shape[1] // block) * t.shape[0]
     return -(-t.shape[0] // block) + problem.packed.cu_seqlens_q.shape[0]
@@ -222,18 +269,17 @@ def _delta(kernel: Any, out: Tensor, dout: Tensor, dlse: Tensor | None, delta: T
     heads, rows = delta.shape[-2:]
     width = twins.power_of_two(out.shape[-1])
     block = max(8, min(64, 8192 // width))
-    grid = -(-rows // block) * delta.numel() // rows
-    lines = (None if dlse is None else twins.lines(dlse), twins.lines(delta))
-    sizes = (rows, heads, out.shape[-1], block, width)
-    _launch(
+    programs = -(-rows // block) * delta.numel() // rows
+    tensors = [t for t in (out, dout, dlse) if t is not None]
+    layout = tuple((t.shape, t.stride(), t.dtype, t.data_ptr() % 16) for t in tensors)
+    launch(
         kernel,
-        grid,
-        Config(0, 0, 4, 1),
+        programs,
         out.device,
-        twins.tokens(out),
-        twins.tokens(dout),
-        *lines,
-        *sizes,
+        *(twins.tokens(out), twins.tokens(dout)),
+        *(None if dlse is None else twins.lines(dlse), twins.lines(delta)),
+        *(rows, heads, out.shape[-1], block, width),
+        key=("delta", layout, out.device),
     )
 
 
@@ -324,7 +370,6 @@ def _bias_gradient(
     operands: tuple[Any, ...],
     per_row: Tensor | None,
     per_key: Tensor | None,
-    spec: Any,
 ) -> Tensor:
     if per_row is not None:
         return per_row.unsqueeze(-1).sum_to_size(bias.shape)
@@ -338,15 +383,15 @@ def _bias_gradient(
     dbias = torch.zeros_like(bias) if problem.k.numel() == 0 else torch.empty_like(bias)
     if not (dbias.numel() and problem.k.numel()):
         return dbias
-    chosen = _config(problem, "bias")
+    plan = _planned(problem, "bias")
     owners = math.prod(bias.shape[:-2])
     heads = q.shape[-2] if bias.shape[-3] == 1 else 1
     batches = q.shape[0] if packed is None and bias.shape[0] == 1 else 1
     rows = q.shape[0] if packed else q.shape[1]
-    tiles = -(-rows // chosen.block_q) + (packed.cu_seqlens_q.shape[0] if packed else 0)
-    grid = owners * tiles * -(-bias.shape[-1] // chosen.block_k)
-    arguments = (*operands, twins.grid(dbias), batches, heads, spec, _tile(problem, chosen))
-    _launch(bias_kernel, grid, chosen, q.device, *arguments)
+    tiles = -(-rows // plan.chosen.block_q) + (packed.cu_seqlens_q.shape[0] if packed else 0)
+    plan = plan._replace(programs=owners * tiles * -(-bias.shape[-1] // plan.chosen.block_k))
+    arguments = (*operands, twins.grid(dbias), batches, heads, plan.spec, plan.tile)
+    _launch(bias_kernel, plan, *arguments)
     return dbias
 
 

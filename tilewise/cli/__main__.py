@@ -1,4 +1,4 @@
-"""The command line: ``tilewise COMMAND`` or ``python -m tilewise.cli COMMAND``.
+"""The command line: ``tilewise COMMAND`` or ``python -m tilewise COMMAND``.
 
 A registry, nothing more: each command lives in its own module, which imports what only it needs
 (matplotlib, transformers) when it runs.

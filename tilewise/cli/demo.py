@@ -16,6 +16,7 @@ from rich.table import Table
 from tilewise.cli.messages import Language, message
 
 MAX_COLUMNS = 100
+PICTURED = (2, 4)  # the demonstrations that have a plot
 
 
 def demo(
@@ -34,6 +35,9 @@ def demo(
     """
     if plot is not None and find_spec("matplotlib") is None:
         raise ValueError("--plot needs matplotlib, which is not installed: pip install matplotlib")
+    if plot is not None and only not in (None, *PICTURED):
+        drawn = " and ".join(map(str, PICTURED))
+        raise ValueError(f"--plot draws demonstrations {drawn}, got --only {only}")
     from tilewise.cli.demonstrations import DEMONSTRATIONS
 
     screen = Screen(lang)
@@ -42,9 +46,9 @@ def demo(
 
     if plot is not None:
         measured = [usage for outcome in outcomes.values() for usage in outcome.measured]
-        from tilewise.cli.plot import write_all
+        from tilewise.cli.plot import write
 
-        for path in write_all(plot, measured, lang):
+        for path in write(plot, outcomes, measured, lang):
             screen.say("plot.written", path=path)
 
     screen.line()

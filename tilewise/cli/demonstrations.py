@@ -113,9 +113,18 @@ def backward(screen: Screen, number: int) -> Outcome:
 LENGTHS = (1024, 4096, 16384, 65536)
 HEAD_DIM = 128
 ON_CHIP_KB = 100
-ON_CHIP_ELEMENTS = ON_CHIP_KB * 1024 // torch.bfloat16.itemsize  # M
 SECONDS_AT_MOST = 20.0
 MEMORY_ORDER = {"standard": 2, "tilewise": 1}  # peak ∝ n to this power; time ∝ n² for both
+
+
+def cost_of(n: int) -> tilewise.Cost:
+    """Of one head of that length in BF16."""
+    q = torch.empty(1, n, 1, HEAD_DIM, dtype=torch.bfloat16, device="meta")
+    return tilewise.cost(q, q, q, sram_bytes=1024 * ON_CHIP_KB)
+
+
+def elements(count_of_bytes: int) -> int:
+    return count_of_bytes // torch.bfloat16.itemsize
 
 
 def memory(screen: Screen, number: int) -> Outcome:
@@ -124,22 +133,24 @@ def memory(screen: Screen, number: int) -> Outcome:
     screen.say(
         "memory.intro",
         d=HEAD_DIM,
-        M=ON_CHIP_ELEMENTS,
+        M=elements(1024 * ON_CHIP_KB),
         on_chip=ON_CHIP_KB,
         device=device_name(device),
         dtype=str(measure.dtype_on(device)).removeprefix("torch."),
     )
     results = measure_all(screen, device)
 
-    columns = ["n", screen.text("memory.keeps"), "L", "4n²", "n²d²/M"]
+    columns = ["n", screen.text("memory.keeps"), "L", "4nd + 4n²", "n²d²/M"]
     for algorithm in MEMORY_ORDER:
         name = name_of(screen, algorithm)
         columns.append(screen.text("memory.peak", algorithm=name))
         columns.append(screen.text("memory.time", algorithm=name))
     rows = []
     for n in LENGTHS:
-        row = [str(n), size(2 * n**2 * torch.bfloat16.itemsize), size(n * torch.float32.itemsize)]
-        row += [f"{4 * n**2:.1e}", f"{n**2 * HEAD_DIM**2 / ON_CHIP_ELEMENTS:.1e}"]
+        cost = cost_of(n)
+        row = [str(n), size(cost.extra_bytes_standard), size(cost.extra_bytes_tiled)]
+        moved = cost.hbm_bytes_standard, cost.hbm_bytes_io_model
+        row += [scientific(elements(count)) for count in moved]
         for algorithm in MEMORY_ORDER:
             result = results[algorithm, n]
             if isinstance(result, Usage):

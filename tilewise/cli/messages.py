@@ -83,14 +83,13 @@ _TEXTS: dict[str, tuple[str, str]] = {
     "memory.intro": (
         "One head, d = {d}. By the formula, in BF16: the standard form keeps S and P, n×n\n"
         "numbers each; tiles keep L, n float32 numbers. Elements moved between slow and on-chip\n"
-        "memory (leading terms): 4n² against n²d²/M; {on_chip} KB on the chip hold M = {M}.\n"
+        "memory: 4nd + 4n² against n²d²/M (leading term); {on_chip} KB on the chip hold M = {M}.\n"
         "Measured on this machine ({device}, {dtype}): forward and backward, peak memory beyond\n"
-        "the inputs, each in a process of its own.",
+        "the inputs.",
         "单个注意力头，d = {d}。理论值（BF16）：标准形式要保存 S 和 P，各 n×n 个数；\n"
-        "分块算法只多保存 L，即 n 个 float32 数。慢速内存与片上存储之间搬运的元素个数\n"
-        "（取首项）：标准形式 4n²，分块算法 n²d²/M；片上 {on_chip} KB 可存 M = {M} 个元素。\n"
-        "本机实测（{device}，{dtype}）：前向加反向，输入之外的峰值内存；\n"
-        "每次测量都在单独的进程中进行。",
+        "分块算法只多保存 L，即 n 个 float32 数。慢速内存与片上存储之间搬运的元素个数：\n"
+        "标准形式 4nd + 4n²，分块算法 n²d²/M（首项）；片上 {on_chip} KB 可存 M = {M} 个元素。\n"
+        "本机实测（{device}，{dtype}）：前向加反向，输入之外的峰值内存。",
     ),
     "memory.keeps": ("S and P", "S 与 P"),
     "memory.peak": ("{algorithm}\nmemory", "{algorithm}\n内存"),
@@ -151,7 +150,7 @@ _TEXTS: dict[str, tuple[str, str]] = {
         "Traffic with slow memory, one head, d = {d}",
         "与慢速内存之间的数据搬运（单头，d = {d}）",
     ),
-    "plot.moved_standard": ("standard form: 4n²", "标准形式：4n²"),
+    "plot.moved_standard": ("standard form: 4nd + 4n²", "标准形式：4nd + 4n²"),
     "plot.moved_tilewise": ("tiles: n²d²/M, 100 KB on chip", "分块算法：n²d²/M（片上 100 KB）"),
     "plot.length": ("sequence length n", "序列长度 n"),
     "plot.bytes": ("bytes", "字节"),

@@ -1,6 +1,6 @@
-"""The pictures of ``tilewise demo --plot DIR``: memory and traffic, and the tiles of a mask."""
+"""The pictures of ``tilewise demo --plot DIR``: the tiles of a mask, and memory and traffic."""
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 
 import matplotlib
@@ -13,7 +13,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from torch import Tensor
 
-from tilewise.cli.demonstrations import HEAD_DIM, LENGTHS, ON_CHIP_ELEMENTS, size
+from tilewise.cli.demonstrations import HEAD_DIM, LENGTHS, cost_of, elements, size
 from tilewise.cli.measure import Usage
 from tilewise.cli.messages import Language, message
 from tilewise.spec import Band, Problem, Scores
@@ -39,8 +39,13 @@ SKIPPED, EDGE, FULL = 0, 1, 2
 TILE_COLORS = {SKIPPED: GRAY, EDGE: ORANGE, FULL: BLUE}
 
 
-def write_all(folder: Path, measured: Sequence[Usage], language: Language) -> list[Path]:
-    """Write both pictures and return their paths; labels are English if no font has Chinese."""
+def write(
+    folder: Path, numbers: Container[int], measured: Sequence[Usage], language: Language
+) -> list[Path]:
+    """Write the pictures of the demonstrations with these numbers and return their paths.
+
+    Labels are English if no font has Chinese.
+    """
     fonts = ["DejaVu Sans"]
     if language is Language.ZH:
         installed = set(font_manager.get_font_names())
@@ -49,10 +54,13 @@ def write_all(folder: Path, measured: Sequence[Usage], language: Language) -> li
         language = Language.ZH if chinese else Language.EN
     folder.mkdir(parents=True, exist_ok=True)
     with plt.rc_context({"font.family": fonts, "font.size": 11}):
-        return [
-            memory_and_traffic(folder / "memory_and_traffic.png", measured, language),
-            tile_map(folder / "tile_map.png", language),
-        ]
+        written = []
+        if 2 in numbers:
+            written.append(tile_map(folder / "tile_map.png", language))
+        if 4 in numbers:
+            path = folder / "memory_and_traffic.png"
+            written.append(memory_and_traffic(path, measured, language))
+    return written
 
 
 # ------------------------------------------------------------------ memory and traffic
@@ -61,10 +69,14 @@ def write_all(folder: Path, measured: Sequence[Usage], language: Language) -> li
 def memory_and_traffic(path: Path, measured: Sequence[Usage], language: Language) -> Path:
     """What is kept (bytes) and what is moved (elements) against n, both axes logarithmic."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(13, 5.5), layout="constrained")
-    squares = [n**2 for n in LENGTHS]
+    costs = [cost_of(n) for n in LENGTHS]
 
-    left.plot(LENGTHS, [4 * x for x in squares], color=RED, label=message(language, "plot.keeps"))
-    left.plot(LENGTHS, [4 * n for n in LENGTHS], color=BLUE, label=message(language, "plot.extra"))
+    kept = {
+        "keeps": (RED, [cost.extra_bytes_standard for cost in costs]),
+        "extra": (BLUE, [cost.extra_bytes_tiled for cost in costs]),
+    }
+    for key, (color, counts) in kept.items():
+        left.plot(LENGTHS, counts, color=color, label=message(language, f"plot.{key}"))
     for algorithm, color in ALGORITHM_COLORS.items():
         points = [u for u in measured if u.algorithm == algorithm and u.peak_bytes]
         if points:
@@ -76,11 +88,13 @@ def memory_and_traffic(path: Path, measured: Sequence[Usage], language: Language
     left.set_yticks([2.0**k for k in range(10, 37, 5)])
     left.yaxis.set_major_formatter(lambda count, _: size(int(count)))
 
-    moved = {"standard": 4.0, "tilewise": HEAD_DIM**2 / ON_CHIP_ELEMENTS}
-    for algorithm, per_square in moved.items():
+    moved = {
+        "standard": [elements(cost.hbm_bytes_standard) for cost in costs],
+        "tilewise": [elements(cost.hbm_bytes_io_model) for cost in costs],
+    }
+    for algorithm, counts in moved.items():
         label = message(language, f"plot.moved_{algorithm}")
-        elements = [per_square * x for x in squares]
-        right.plot(LENGTHS, elements, color=ALGORITHM_COLORS[algorithm], label=label)
+        right.plot(LENGTHS, counts, color=ALGORITHM_COLORS[algorithm], label=label)
     _finish(right, language, "plot.traffic", "plot.elements")
     right.set_yscale("log")
 

@@ -8,6 +8,8 @@ it is None where causal or nothing says it all, else one interval of keys per ro
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,10 +19,12 @@ from torch import Tensor
 
 from tilewise.api import attention
 
+# start and end; how many keys to the left and right, None without bound.
 KeyRange = tuple[Tensor, Tensor]
+Sides = tuple[int | None, int | None]
 NAME = "tilewise"
 # Entries of a mask that are looked at together while its intervals are found.
-_MASK_ENTRIES = 2**22
+_MASK_ENTRIES = 2**20
 # What a model would pass to have another attention than this one: it must not be ignored.
 _REFUSED = {
     "output_attentions": "the probabilities are never all there",
@@ -67,12 +71,14 @@ def key_intervals(
     batch_size: int,
     q_length: int,
     kv_length: int,
+    mask_function: Callable[..., Any],
     q_offset: int | Tensor = 0,
     kv_offset: int = 0,
     attention_mask: Tensor | None = None,
     local_size: int | None = None,
     allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool = False,
+    device: torch.device | str = "cpu",
     **rest: Any,
 ) -> Tensor | None:
     """The mask function: what each row sees, in the form that `attention_of_module` takes.
@@ -87,52 +93,113 @@ def key_intervals(
     from transformers.masking_utils import sdpa_mask
 
     tracing = torch.compiler.is_compiling()
+    end = kv_offset + kv_length
+    padding = None
+    if attention_mask is not None:
+        padding = F.pad(attention_mask, (0, max(0, end - attention_mask.shape[1])))
+        padding = padding[:, kv_offset:end]
     # A static cache keeps the offset in a tensor: it has room behind the last row's key.
-    at_the_end = not isinstance(q_offset, Tensor) and q_offset + q_length == kv_offset + kv_length
-    skip = allow_is_bidirectional_skip or (allow_is_causal_skip and at_the_end)
-    if skip and (local_size is None or kv_length < local_size):
-        last = kv_offset + kv_length
-        if attention_mask is None or (
-            not tracing
-            and attention_mask.shape[1] >= last
-            and bool(attention_mask[:, kv_offset:last].all())
-        ):
-            return None
+    at_the_end = not isinstance(q_offset, Tensor) and q_offset + q_length == end
+    if (
+        (allow_is_bidirectional_skip or (allow_is_causal_skip and at_the_end))
+        and (local_size is None or kv_length < local_size)
+        and (padding is None or (not tracing and bool(padding.all())))
+    ):
+        return None
 
     mask: Any = partial(
         sdpa_mask,
         batch_size=batch_size,
         kv_length=kv_length,
         kv_offset=kv_offset,
-        attention_mask=attention_mask,
+        mask_function=mask_function,
         allow_is_causal_skip=False,
-        allow_is_bidirectional_skip=False,
+        device=device,
         **rest,
     )
-    step = q_length if tracing else max(1, _MASK_ENTRIES // (batch_size * kv_length))
+    rows: KeyRange | None
+    if not tracing and (band := _band_of(mask_function)) is not None:
+        position = torch.arange(q_length, device=device) + (q_offset - kv_offset)
+        rows = _around(position[None, None], *band, kv_length)
+    else:
+        rows = _of_rows(mask, q_length, q_offset, batch_size * kv_length)
+    keys = None if padding is None else _of_mask(padding[:, None, None])
+    if rows is None or (padding is not None and keys is None):
+        return mask(q_length=q_length, q_offset=q_offset, attention_mask=attention_mask)
+    return torch.stack(rows if keys is None else _both(rows, keys), -1).int()
+
+
+def _band_of(function: Callable[..., Any]) -> Sides | None:
+    """How far a row sees to the left and right if the mask function says so, else None.
+
+    transformers makes windows of closures, which their code tells apart. Functions that are not known
+    here are evaluated, which gives the same in O(n²) time.
+    """
+    from transformers import masking_utils as masking
+
+    if function is masking.causal_mask_function:
+        return None, 0
+    if function is masking.bidirectional_mask_function:
+        return None, None
+    if not inspect.isfunction(function):
+        return None
+    code, values = function.__code__, inspect.getclosurevars(function).nonlocals
+    if code is masking.sliding_window_overlay(1).__code__:
+        return values["sliding_window"] - 1, None
+    if code is masking.sliding_window_bidirectional_overlay(1).__code__:
+        return values["sliding_window"], values["sliding_window"]
+    if code is not masking.and_masks().__code__:
+        return None
+    bands = [_band_of(part) for part in values["mask_functions"]]
+    known = [band for band in bands if band is not None]
+    if len(known) < len(bands):
+        return None
+    left, right = (
+        min((side for side in sides if side is not None), default=None)
+        for sides in zip(*known, strict=True)
+    )
+    return left, right
+
+
+def _around(position: Tensor, left: int | None, right: int | None, kv_length: int) -> KeyRange:
+    """From position − left to position + right, within the keys."""
+    start = torch.zeros_like(position) if left is None else position - left
+    end = torch.full_like(position, kv_length) if right is None else position + right + 1
+    return start.clamp(0, kv_length), end.clamp(0, kv_length)
+
+
+def _of_rows(
+    mask: Callable[..., Tensor], q_length: int, q_offset: int | Tensor, row_entries: int
+) -> KeyRange | None:
+    """The intervals of a mask that is made for a few rows at a time; None if there is a gap."""
+    step = q_length if torch.compiler.is_compiling() else max(1, _MASK_ENTRIES // row_entries)
     blocks = []
     for row in range(0, q_length, step):
-        seen = mask(q_length=min(step, q_length - row), q_offset=q_offset + row)
-        interval, whole = _intervals(seen)
-        if tracing:
-            _require(
-                whole, "a row's keys have a gap: under torch.compile give the 4D mask yourself"
-            )
-        elif not whole:
-            return mask(q_length=q_length, q_offset=q_offset)
-        blocks.append(interval)
-    return torch.cat(blocks, 2)
+        block = _of_mask(mask(q_length=min(step, q_length - row), q_offset=q_offset + row))
+        if block is None:
+            return None
+        blocks.append(block)
+    start, end = (torch.cat(parts, -1) for parts in zip(*blocks, strict=True))
+    return start, end
 
 
-def _intervals(seen: Tensor) -> tuple[Tensor, Tensor]:
-    """The interval of keys of each row, (B or 1, 1, rows, 2), and whether none has a gap."""
+def _of_mask(seen: Tensor) -> KeyRange | None:
+    """The interval of keys of each row, (B or 1, 1, rows) twice; None if a row has a gap."""
     if seen.stride(0) == 0:  # the same for all entries of the batch
         seen = seen[:1]
     keys = torch.arange(seen.shape[-1], dtype=torch.int32, device=seen.device)
     start = torch.where(seen, keys, seen.shape[-1]).amin(-1)
     end = torch.where(seen, keys + 1, 0).amax(-1)
     whole = (seen.sum(-1) == (end - start).clamp(min=0)).all()
-    return torch.stack((start, end), -1).int(), whole
+    if torch.compiler.is_compiling():
+        _require(whole, "a row's keys have a gap: under torch.compile give the 4D mask yourself")
+    elif not whole:
+        return None
+    return start, end
+
+
+def _both(a: KeyRange, b: KeyRange) -> KeyRange:
+    return torch.maximum(a[0], b[0]), torch.minimum(a[1], b[1])
 
 
 def attention_of_module(
@@ -240,7 +307,7 @@ def _together(interval: KeyRange, sequence: KeyRange | None, module: torch.nn.Mo
         # A window is one wherever a sequence begins, but a chunk counts from there.
         inside = (start >= first) & (end <= last) | (start >= end)
         _require(inside.all(), "packed sequences in chunks need use_cache=False")
-    return torch.maximum(start, first), torch.minimum(end, last)
+    return _both(interval, sequence)
 
 
 def _require(condition: Tensor, message: str) -> None:

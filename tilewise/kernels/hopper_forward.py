@@ -58,7 +58,6 @@ from tilewise.kernels.score import (
     probabilities,
 )
 
-
 __all__ = ["WHOLE", "Tile", "Walk", "constexpr", "forward_kernel"]
 
 
@@ -281,10 +280,10 @@ def _step(
     s = warpgroup_mma_wait(1, [s])
     give_back(shared.k, count + 1)
     following, new, base = _softmax(s, m, rows, work, block, spec, tile, EDGE)
-    if spec.scores.FOLDED:
-        rebase = gl.exp2(m - base)
-    else:
-        rebase = gl.exp2((m - base) * LOG2E)
+    fall = m - base
+    if not spec.scores.FOLDED:
+        fall = fall * LOG2E
+    rebase = gl.exp2(fall)
     sums = partial_row_sums(following)
     if tile.FENCED:
         compute_before(sums)

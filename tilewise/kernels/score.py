@@ -92,7 +92,7 @@ class Dropout(NamedTuple):
 class Packed(NamedTuple):
     cu_seqlens_q: Any
     cu_seqlens_k: Any
-    count: int
+    count: int  # type: ignore[assignment]  # hides tuple's method
     SEARCH: Any
 
 

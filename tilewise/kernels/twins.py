@@ -32,11 +32,13 @@ def spec(problem: Problem) -> Any:
     key_range, dropout = problem.key_range, problem.dropout
     if dropout is not None and round(dropout.p * 2**32) == 0:
         dropout = None  # rarer than one in 2³²: nothing is dropped
+    start, end = (None, None) if key_range is None else map(_row_lines, key_range)
     return score.Spec(
         sizes,
         band,
         _scores(problem),
-        *((None, None) if key_range is None else map(_row_lines, key_range)),
+        start,
+        end,
         None if dropout is None else _dropout(dropout.p, dropout.seed, _number_for(q.dtype)),
         None if packed is None else _packed(*packed[:2]),
         score.constexpr(problem.scores.mask is not None or problem.scores.bias is not None),
@@ -59,7 +61,7 @@ def _scores(problem: Problem) -> Any:
     # Folded, unit · m is carried, which must not overflow where the logit itself does not.
     folded = plain and 0 < s.scale * LOG2E <= 1
     number = _number_for(problem.q.dtype)
-    slopes = s.alibi_slopes
+    slopes: Any = s.alibi_slopes
     if slopes is not None:
         slopes = score.Lines(
             slopes, slopes.stride(0) if slopes.ndim == 2 else 0, slopes.stride(-1), 0
@@ -127,5 +129,6 @@ def grid(t: Tensor) -> Any:
 
     strides = [0 if n == 1 else stride for n, stride in zip(t.shape, t.stride(), strict=True)]
     batch = strides[0] if t.ndim == 4 else 0
+    head, row, column = strides[-3:]
     by_row, by_column = (constexpr(n != 1) for n in t.shape[-2:])
-    return Grid(t, batch, *strides[-3:], t.shape[-1], by_row, by_column)
+    return Grid(t, batch, head, row, column, t.shape[-1], by_row, by_column)

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 TABLES = Path(__file__).parent / "tables"
-OPERATIONS = ("forward", "queries", "keys", "bias", "hopper_forward")
+OPERATIONS = ("forward", "queries", "keys", "bias")
+HOPPER_OPERATIONS = ("hopper_forward",)
 MASKS = ("full", "band", "general")
 # Up to this many rows or keys a problem is "short".
 SHORT = 1024
@@ -32,11 +33,12 @@ class Key(NamedTuple):
     """What a configuration depends on.
 
     Attributes:
-        operation: one of OPERATIONS; "queries" is the kernel of dq, "keys" that of dk and dv, those of
-            Hopper have their own names.
+        operation: one of OPERATIONS or HOPPER_OPERATIONS; "queries" is the kernel of dq, "keys" that of
+            dk and dv.
         bits: of the dtype of q, k, v.
         head_dim: the power of two that holds the larger of D and Dv, at least 16.
-        mask: "full", "band" (causal, window), or "general": anything that is looked at entry by entry.
+        mask: "full", "band" (causal, window), or "general": anything that is looked at entry by entry
+            (for Hopper's: logits that are more than scaled products).
         length: "short" or "long".
     """
 
@@ -67,14 +69,20 @@ def override(**configs: Config) -> Iterator[None]:
         ...     config_for("some device", Key("forward", 16, 64, "full", "long")).block_q
         64
     """
-    unknown = set(configs) - set(OPERATIONS)
+    known = (*OPERATIONS, *HOPPER_OPERATIONS)
+    unknown = set(configs) - set(known)
     if unknown:
-        raise ValueError(f"operation must be one of {OPERATIONS}, got {sorted(unknown)}")
+        raise ValueError(f"operation must be one of {known}, got {sorted(unknown)}")
     token = _overrides.set({**(_overrides.get() or {}), **configs})
     try:
         yield
     finally:
         _overrides.reset(token)
+
+
+def overridden() -> bool:
+    """Whether this is inside of an `override`."""
+    return bool(_overrides.get())
 
 
 def config_for(device: str, key: Key) -> Config:
@@ -120,8 +128,10 @@ def write_table(path: Path, configs: dict[Key, Config], about: dict[str, str]) -
 def heuristic(key: Key) -> Config:
     """What a device of unknown name gets: tiles that fit 64 KB of shared memory with 16-bit operands."""
     if key.operation == "hopper_forward":
-        # Warps: those of 64 rows each four, and four that load.
-        if key.head_dim <= 64 and (key.mask, key.length) != ("band", "short"):
+        # Four warps load, and each 64 rows have four. A third 64 leave each thread fewer registers.
+        if key.head_dim <= 64 and (
+            key.mask == "full" or (key.mask, key.length) == ("band", "long")
+        ):
             return Config(192, 128, 16, 2)
         return Config(128, 128 if key.head_dim <= 128 else 64, 12, 2)
     if key.bits == 64:
