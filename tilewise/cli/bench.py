@@ -16,9 +16,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from tilewise.cli.tune import cores
-
 if TYPE_CHECKING:
+    import torch
+
     from tilewise.cli.bench_cpu import Outcome, Sizes
 
 MAX_COLUMNS = 100
@@ -104,11 +104,6 @@ def gpu(
 
     Exit code 1 if a result of tilewise is wrong or a backend does not run.
     """
-    # One compiler in each process, and one cache for them all.
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-    os.environ.setdefault("TRITON_CACHE_DIR", str(Path.home() / ".triton" / "cache"))
-    import torch
-
     from tilewise.cli import gpu_cases
 
     sizes = gpu_cases.QUICK if quick else gpu_cases.USUAL
@@ -120,21 +115,32 @@ def gpu(
     chosen = [case for case in gpu_cases.cases(sizes) if only in str(case)]
     if not chosen:
         raise typer.BadParameter(f"no case's description contains {only!r}", param_hint="--only")
-    if torch.version.cuda is None or not torch.cuda.is_available():
-        raise ValueError("tilewise bench gpu needs an NVIDIA GPU and PyTorch for CUDA")
+    device = _gpu()
+    # Read when a compiler is imported: one thread in each process, and one cache for them all.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    os.environ.setdefault("TRITON_CACHE_DIR", str(Path.home() / ".triton" / "cache"))
     from tilewise.cli import bench_gpu, gpu_report
+    from tilewise.tuning.workers import cores
 
     workers = max(1, cores() - 1) if workers is None else workers
     options = ["--quick"] * quick + [f"--only '{only}'"] * bool(only)
     options += [f"--passes {','.join(wanted)}"] * bool(passes)
     report = gpu_report.Report(chosen, wanted, " ".join(["tilewise bench gpu", *options]), csv_file)
     try:
-        for outcome in bench_gpu.run_all(chosen, wanted, seconds, workers, fa3, report.say):
+        for outcome in bench_gpu.run_all(chosen, wanted, device, seconds, workers, fa3, report.say):
             report.add(outcome)
     finally:
         report.show(plot)
     if report.failed:
         raise typer.Exit(1)
+
+
+def _gpu() -> "torch.device":
+    import torch
+
+    if torch.version.cuda is None or not torch.cuda.is_available():
+        raise ValueError("tilewise bench gpu needs an NVIDIA GPU and PyTorch for CUDA")
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def run_cpu(sizes: "Sizes", only: str = "") -> "Iterator[Outcome]":

@@ -11,9 +11,9 @@ import math
 import multiprocessing
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,10 +22,10 @@ from tilewise import dense, spec
 from tilewise.cli.bench_cpu import BACKWARD, FORWARD, pass_of
 from tilewise.cli.gpu_cases import EAGER, Case, Inputs, random_inputs
 from tilewise.cli.gpu_sides import PEERS, PLAIN, Make, Side, missing_peers, ours, reason, serving
-from tilewise.dispatch import BACKENDS
+from tilewise.dispatch import BACKENDS, backward_of
 from tilewise.results import zero_gradients
-from tilewise.tuning.search import start_worker
 from tilewise.tuning.timing import graphed, host_medians, medians
+from tilewise.tuning.workers import start_worker
 
 # Largest ‖got − formula‖ / ‖formula‖ in bfloat16: two to three times what rounding gives. A scale that is
 # wrong by a hundredth gives more.
@@ -82,12 +82,13 @@ class Outcome(NamedTuple):
 def run_all(
     cases: Sequence[Case],
     passes: Sequence[str],
+    device: torch.device,
     seconds: float = math.inf,
     workers: int = 0,
     fa3: Path | None = None,
     say: Callable[[str], object] = print,
 ) -> Iterator[Outcome]:
-    """The outcomes of the cases on the current GPU. Nothing is begun after that many seconds.
+    """The outcomes of the cases on a GPU. Nothing is begun after that many seconds.
 
     Args:
         workers: processes that compile ahead.
@@ -95,13 +96,11 @@ def run_all(
         say: is told what is missing, and what else there is to say.
     """
     deadline = time.monotonic() + seconds
-    device = torch.device("cuda", torch.cuda.current_device())
-    with compiling_ahead(cases, passes, workers, seconds) if workers else nullcontext() as wait:
+    with compiling_ahead(cases, passes, device, workers, seconds) as wait:
         missing = missing_peers(fa3)
         for name, why in missing.items():
             say(f"without {name}: {why}")
-        if wait is not None:
-            wait()
+        wait()
     for case in cases:
         outcomes = run(case, passes, missing, device)
         while time.monotonic() < deadline and (outcome := next(outcomes, None)) is not None:
@@ -140,8 +139,10 @@ def run(
             yield Outcome(case, when, {"tilewise": Timing(reason=reason(error))}, {})
         return
     for when in passes:
-        timings = timed(case, inputs, samples, sides, when)
-        yield Outcome(case, when, *({n: timings[n] for n in group} for group in (names, peers)))
+        # A backend that hands its backward pass to another has none of its own.
+        ran = [n for n in names if when != BACKWARD or backward_of(n) is BACKENDS[n]]
+        timings = timed(case, inputs, samples, {n: sides[n] for n in (*ran, *peers)}, when)
+        yield Outcome(case, when, *({n: timings[n] for n in group} for group in (ran, peers)))
 
 
 def attempt(make: Make, case: Case, inputs: Inputs) -> Side | Timing:
@@ -315,7 +316,11 @@ def error_of(samples: Sequence[Sample], results: Mapping[str, Tensor]) -> float:
 
 @contextmanager
 def compiling_ahead(
-    cases: Sequence[Case], passes: Sequence[str], workers: int, seconds: float
+    cases: Sequence[Case],
+    passes: Sequence[str],
+    device: torch.device,
+    workers: int,
+    seconds: float,
 ) -> Iterator[Callable[[], None]]:
     """Makes calls that compile something in worker processes, whose caches on disk this one reads.
 
@@ -323,19 +328,23 @@ def compiling_ahead(
     will fail here again, and say why.
     """
     deadline = time.monotonic() + COMPILING_SHARE * seconds
-    jobs = [(case, name, passes) for case in cases for name in compiled_sides(case)]
+    if not workers:
+        yield lambda: None
+        return
+    jobs = [(case, name, passes, device) for case in cases for name in compiled_sides(case)]
     with multiprocessing.get_context("spawn").Pool(workers, start_worker) as pool:
-        waiting = [pool.apply_async(make_calls, job) for job in jobs]
+        answers = [pool.apply_async(make_calls, job) for job in jobs]
+        yield lambda: wait_for(answers, deadline)
 
-        def wait() -> None:
-            left, changed = waiting, time.monotonic()
-            while left and time.monotonic() < min(deadline, changed + PATIENCE):
-                time.sleep(0.05)
-                before, left = left, [answer for answer in left if not answer.ready()]
-                if len(left) < len(before):
-                    changed = time.monotonic()
 
-        yield wait
+def wait_for(answers: Sequence[Any], deadline: float) -> None:
+    """Until all are ready, or the deadline has passed, or none has become ready for long."""
+    left, changed = list(answers), time.monotonic()
+    while left and time.monotonic() < min(deadline, changed + PATIENCE):
+        time.sleep(0.02)
+        before, left = left, [answer for answer in left if not answer.ready()]
+        if len(left) < len(before):
+            changed = time.monotonic()
 
 
 def compiled_sides(case: Case) -> list[str]:
@@ -343,9 +352,9 @@ def compiled_sides(case: Case) -> list[str]:
     return ["Flex"] * ("Flex" in case.peers) + [name for name in BACKENDS if name not in PLAIN]
 
 
-def make_calls(case: Case, name: str, passes: Sequence[str]) -> None:
+def make_calls(case: Case, name: str, passes: Sequence[str], device: torch.device) -> None:
     """The passes of one side, once each."""
-    inputs = random_inputs(case, torch.device("cuda", torch.cuda.current_device()))
+    inputs = random_inputs(case, device)
     if name in BACKENDS and name not in serving(case, inputs):
         return
     side = (PEERS[name] if name in PEERS else ours(name))(case, inputs)

@@ -2,8 +2,12 @@
 
 import importlib
 import math
+import multiprocessing
 import platform
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from itertools import product
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
@@ -14,7 +18,7 @@ from tilewise.cli.demo import Screen
 from tilewise.cli.messages import Language
 
 if TYPE_CHECKING:
-    from tilewise.testing import Case, Verdict
+    from tilewise.testing import Verdict
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 QUICK = 8  # every eighth case
@@ -26,7 +30,8 @@ def doctor(
     """Show versions and devices, and judge every backend on this machine.
 
     The cases of tilewise.testing run forward and backward; the closeness rule
-    compares them with the formula. Exit code 1 if one fails.
+    compares them with the formula. On a GPU kernels are compiled for each case,
+    by as many processes as there are cores. Exit code 1 if one fails.
     """
     screen = Screen(Language.EN)
     for line in (*machine(), "", *backends()):
@@ -79,23 +84,34 @@ def devices() -> list[str]:
 
 
 def backends() -> Iterator[str]:
-    """Of each backend on each device: how it works, or every reason why it does not."""
+    """Of each backend on each device: in which dtypes it works and how, or why it does not."""
     from tilewise.dispatch import BACKENDS
 
     for name, device in product(BACKENDS, devices()):
-        notes, reasons = answer(name, device)
-        verdict = "does not work" if reasons else "works"
-        yield f"{name} on {device}, float32: {verdict}" + f" ({', '.join(notes)})" * bool(notes)
-        yield from (f"  - {reason}" for reason in reasons)
+        answers = {dtype: answer(name, device, dtype) for dtype in DTYPES}
+        reasons = {dtype: why for dtype, (_, why) in answers.items() if why}
+        works = [dtype for dtype in DTYPES if dtype not in reasons]
+        if works:
+            example = "float32" if "float32" in works else works[0]
+            notes = ", ".join(answers[example][0])
+            yield f"{name} on {device}: works in {', '.join(works)}" + f" ({notes})" * bool(notes)
+            yield from (f"  - {dtype}: {line}" for dtype, why in reasons.items() for line in why)
+        else:
+            yield f"{name} on {device}: does not work"
+            first, *others = reasons.values()
+            always = [line for line in first if all(line in why for why in others)]
+            yield from (f"  - {line}" for line in always or first)
 
 
-def answer(name: str, device: str) -> tuple[list[str], list[str]]:
+def answer(name: str, device: str, dtype: str) -> tuple[list[str], list[str]]:
     """What a backend says of a plain call: notes on how, or reasons why not."""
+    import torch
+
     from tilewise.dispatch import BACKENDS, ON_REQUEST
     from tilewise.testing import CASES, make_call
 
     try:
-        problem = make_call(CASES[0], device=device).problem()
+        problem = make_call(CASES[0], getattr(torch, dtype), device).problem()
         reasons = BACKENDS[name].unsupported(problem)
         config = {} if reasons else BACKENDS[name].config(problem)
     except Exception as error:  # a device that is there and broken
@@ -110,7 +126,7 @@ def answer(name: str, device: str) -> tuple[list[str], list[str]]:
 class Outcome(NamedTuple):
     """A case that ran: its verdicts, or the error in which it ended."""
 
-    case: "Case"
+    case: str
     verdicts: "Sequence[Verdict]"
     error: str = ""
 
@@ -161,40 +177,77 @@ def used(verdict: "Verdict") -> float:
 
 
 def examine_all(screen: Screen, every: int) -> list[Checkup]:
-    """Every backend on every device in every dtype; a bar shows on a terminal."""
+    """Every backend on every device in every dtype that it serves; a bar shows on a terminal."""
     from tilewise.dispatch import BACKENDS
     from tilewise.testing import CASES
 
-    cases, kinds = CASES[::every], list(product(BACKENDS, devices(), DTYPES))
+    numbers, kinds = range(0, len(CASES), every), list(product(BACKENDS, devices(), DTYPES))
     checkups = []
-    with screen.progress() as progress:
-        task = progress.add_task("", total=len(kinds) * len(cases))
-        for backend, device, dtype in kinds:
-            name = f"{backend} on {device}, {dtype}"
+    with screen.progress() as progress, processes() as pool:
+        # Where kernels have to be compiled first, other processes do it meanwhile.
+        elsewhere = {
+            (kind, number): pool.submit(examine, number, *kind)
+            for kind in kinds
+            if compiles_on(kind[1])
+            for number in numbers
+        }
+        task = progress.add_task("", total=len(kinds) * len(numbers))
+        for kind in kinds:
+            name = f"{kind[0]} on {kind[1]}, {kind[2]}"
             progress.update(task, description=name)
             outcomes = []
-            for case in cases:
-                outcomes.append(examine(case, backend, device, dtype))
+            for number in numbers:
+                job = elsewhere.get((kind, number))
+                outcomes.append(awaited(job, number) if job else examine(number, *kind))
                 progress.advance(task)
             ran = [outcome for outcome in outcomes if outcome is not None]
-            checkups.append(Checkup(name, ran, len(cases) - len(ran)))
+            if ran:
+                checkups.append(Checkup(name, ran, len(outcomes) - len(ran)))
     return checkups
 
 
-def examine(case: "Case", backend: str, device: str, dtype: str) -> Outcome | None:
+@contextmanager
+def processes() -> Iterator[ProcessPoolExecutor]:
+    """As many as there are cores beside this one's; they start when there is work."""
+    from tilewise.tuning.workers import cores, start_worker
+
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(max(1, cores() - 1), context, start_worker)
+    try:
+        yield pool
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def compiles_on(device: str) -> bool:
+    """Whether backends compile kernels for a device, which takes long."""
+    return device.startswith("cuda")
+
+
+def awaited(job: "Future[Outcome | None]", number: int) -> Outcome | None:
+    """The outcome of a case that another process examines."""
+    from tilewise.testing import CASES
+
+    try:
+        return job.result()
+    except BrokenProcessPool as error:
+        return Outcome(CASES[number].name, [], f"its process ended: {first_line(error)}")
+
+
+def examine(number: int, backend: str, device: str, dtype: str) -> Outcome | None:
     """The outcome of a case, or None where the backend says that it does not serve it."""
     import torch
 
     from tilewise.dispatch import BACKENDS
-    from tilewise.testing import make_call, verify
+    from tilewise.testing import CASES, make_call, verify
 
-    kind: torch.dtype = getattr(torch, dtype)
+    case, kind = CASES[number], getattr(torch, dtype)
     try:
         if BACKENDS[backend].unsupported(make_call(case, kind, device).problem()):
             return None
-        return Outcome(case, verify(case, backend, kind, device))
+        return Outcome(case.name, verify(case, backend, kind, device))
     except Exception as error:  # whatever a machine comes up with is a finding
-        return Outcome(case, [], f"{type(error).__name__}: {first_line(error)}")
+        return Outcome(case.name, [], f"{type(error).__name__}: {first_line(error)}")
 
 
 def first_line(error: Exception) -> str:

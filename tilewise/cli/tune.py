@@ -3,7 +3,6 @@
 import datetime
 import functools
 import math
-import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -54,6 +53,7 @@ def tune(
     if find_spec("triton") is None:
         raise ValueError("tilewise tune needs Triton, which comes with PyTorch for CUDA")
     from tilewise.tuning import config, search
+    from tilewise.tuning.workers import cores
 
     options = {
         "operation": (operation, config.OPERATIONS),
@@ -200,11 +200,6 @@ def result(outcome: "Outcome") -> str:
 def spelled(config: "Config") -> str:
     tile = f"{config.block_q}×{config.block_k}"
     return f"{tile}, {config.num_warps} warps, {config.num_stages} stages"
-
-
-def cores() -> int:
-    """Those that this process may use."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def _progress(console: Console) -> Progress:

@@ -7,7 +7,6 @@ cache, while this process times what is ready.
 from __future__ import annotations
 
 import multiprocessing
-import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,6 +25,7 @@ from tilewise.spec import Problem
 from tilewise.tuning.compiling import Report, compiling_for, summary
 from tilewise.tuning.config import MASKS, OPERATIONS, Config, Key, heuristic, override
 from tilewise.tuning.timing import graphed, medians
+from tilewise.tuning.workers import start_worker
 
 # In the order in which they are tuned, what matters most first.
 HEAD_DIMS = (128, 64, 256, 32, 512, 16)
@@ -291,12 +291,6 @@ def compiler(target: GPUTarget, shared: int, workers: int) -> Iterator[Compiler]
     """A Compiler of that many processes, which are ended with the block."""
     with multiprocessing.get_context("spawn").Pool(workers, start_worker) as pool:
         yield Compiler(target, shared, pool)
-
-
-def start_worker() -> None:
-    """How a process begins that only compiles."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the parent's to handle
-    torch.set_num_threads(1)
 
 
 # ------------------------------------------------------------------ timing
