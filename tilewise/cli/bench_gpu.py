@@ -71,7 +71,7 @@ class Outcome(NamedTuple):
     @property
     def failed(self) -> bool:
         """Whether one of ours is wrong or does not run."""
-        return not self.ours or any(timing.reason for timing in self.ours.values())
+        return any(timing.reason for timing in self.ours.values())
 
     @property
     def troubled(self) -> bool:
@@ -131,6 +131,8 @@ def run(
     try:
         inputs = random_inputs(case, device)
         names = serving(case, inputs)
+        if not names:
+            raise RuntimeError("no backend has kernels for it")
         makers = {name: ours(name) for name in names} | {name: PEERS[name] for name in peers}
         samples = formula(case, inputs)
         sides = {name: attempt(make, case, inputs) for name, make in makers.items()}

@@ -176,7 +176,7 @@ def show(console: Console, outcomes: Sequence[Outcome]) -> None:
 
 def _table(outcomes: Sequence[Outcome], first: str) -> Table:
     """`first` names the first column, "case" or "pass"."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
+    table = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False, header_style="bold")
     for name in (first, "mask"):
         table.add_column(name, no_wrap=True)
     there = {name for outcome in outcomes for name in _timings(outcome)}
