@@ -7,6 +7,7 @@ import os
 import platform
 import sys
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -115,6 +116,8 @@ def gpu(
     chosen = [case for case in gpu_cases.cases(sizes) if only in str(case)]
     if not chosen:
         raise typer.BadParameter(f"no case's description contains {only!r}", param_hint="--only")
+    if plot is not None and find_spec("matplotlib") is None:
+        raise ValueError("--plot needs the package matplotlib")
     device = _gpu()
     # Read when a compiler is imported: one thread in each process, and one cache for them all.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")

@@ -15,7 +15,7 @@ from rich.table import Table
 
 import tilewise
 from tilewise.cli.bench import MAX_COLUMNS, append_csv
-from tilewise.cli.bench_gpu import Outcome, Timing
+from tilewise.cli.bench_gpu import TOLERANCE, Outcome, Timing
 from tilewise.cli.gpu_cases import DTYPE, EAGER, PASSES, Case
 from tilewise.cli.gpu_sides import PEERS
 from tilewise.dispatch import BACKENDS
@@ -168,6 +168,7 @@ def show(console: Console, outcomes: Sequence[Outcome]) -> None:
         console.print("\nµs a call from Python, one after the other")
         console.print(_table(eager, "pass"))
     console.print("ratio: time of the fastest peer / time of the fastest backend")
+    console.print(f"largest relative errors: {', '.join(_errors(outcomes))}; allowed: {TOLERANCE}")
     if any(t.eager for outcome in others for t in _timings(outcome).values()):
         console.print("*: called from Python, without a CUDA graph")
     for line in notes(outcomes):
@@ -209,6 +210,16 @@ def cell(outcome: Outcome, timing: Timing) -> str:
     if tflops is None:
         return f"{1e3 * timing.milliseconds:.1f}"
     return f"{tflops:.0f}" + "*" * timing.eager
+
+
+def _errors(outcomes: Sequence[Outcome]) -> Iterator[str]:
+    """The largest error of each side."""
+    largest: dict[str, float] = {}
+    for outcome in outcomes:
+        for name, timing in _timings(outcome).items():
+            if timing.error is not None:
+                largest[name] = max(timing.error, largest.get(name, 0.0))
+    return (f"{name} {error:.1e}" for name, error in largest.items())
 
 
 def _best(outcome: Outcome) -> str:
@@ -269,6 +280,8 @@ def _plot(path: Path, outcomes: Sequence[Outcome]) -> Path:
         squeeze=False,
         layout="constrained",
     )
+    twenty = plt.colormaps["tab20"].colors  # type: ignore[attr-defined]
+    colors = [*twenty[::2], *twenty[1::2]]
     lines = {}
     for axes, (mask, width) in zip(
         panels.flat, ((m, w) for m in masks for w in widths), strict=True
@@ -280,7 +293,7 @@ def _plot(path: Path, outcomes: Sequence[Outcome]) -> Path:
                 list(points),
                 list(points.values()),
                 "o-" if ours else ".--",
-                color=f"C{list(HEADERS).index(name) % 10}",
+                color=colors[list(HEADERS).index(name)],
                 linewidth=2 if ours else 1,
                 zorder=3 - number / 100,
             )
@@ -290,7 +303,9 @@ def _plot(path: Path, outcomes: Sequence[Outcome]) -> Path:
         axes.set_xticks(lengths, [str(n) for n in lengths])
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
+    for axes in panels[-1]:
         axes.set_xlabel("S")
+    for axes in panels[:, 0]:
         axes.set_ylabel("TFLOP/s")
     figure.legend(
         lines.values(), lines, loc="outside lower center", ncols=len(lines), frameon=False
