@@ -162,10 +162,10 @@ def _band_of(function: Callable[..., Any]) -> Sides | None:
 
 
 def _around(position: Tensor, left: int | None, right: int | None, kv_length: int) -> KeyRange:
-    """From position − left to position + right, within the keys."""
+    """From position − left to position + right; past the ends there are no keys."""
     start = torch.zeros_like(position) if left is None else position - left
     end = torch.full_like(position, kv_length) if right is None else position + right + 1
-    return start.clamp(0, kv_length), end.clamp(0, kv_length)
+    return start, end
 
 
 def _of_rows(
