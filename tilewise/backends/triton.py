@@ -117,7 +117,9 @@ def forward(problem: Problem) -> Result:
 
 @functools.cache
 def _nothing(device: torch.device, dtype: torch.dtype) -> Tensor:
-    with torch.inference_mode(False):  # it is saved for a backward pass, whatever the first call was
+    with torch.inference_mode(
+        False
+    ):  # it is saved for a backward pass, whatever the first call was
         return torch.empty(0, device=device, dtype=dtype)
 
 
