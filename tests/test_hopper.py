@@ -212,3 +212,10 @@ def test_compiles(shape, options, registers, spilled):
     assert (found.registers, found.notes) == (registers, ())
     assert found.spilled <= spilled
     assert found.shared <= hopper._plan(problem).shared_bytes
+
+
+def test_short_calls_are_left_to_triton():
+    long, short = (problem_of(*tensors(b=4, sq=s, sk=s), causal=True) for s in (4096, 128))
+    assert hopper.declined(long) == []
+    (reason,) = hopper.declined(short)
+    assert "launch" in reason

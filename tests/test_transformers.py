@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tilewise.cli.model import FILE
 from tilewise.compat import transformers as compat
+from tilewise.nn import Attention
 from tilewise.testing import judge
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -409,10 +410,13 @@ def test_sequences_end_where_others_begin() -> None:
     cu = torch.tensor([0, 2, 3, 6, 6])
     for packed in (
         {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu.clone()},
-        {"position_ids": torch.tensor([[0, 1, 0, 5, 6, 7]])},
+        {"position_ids": torch.tensor([[2, 3, 2, 2, 3, 4]])},
     ):
         for mask in (None, every_key):
             torch.testing.assert_close(call(mask, is_causal=False, **packed), call(seen))
+    with_a_gap = torch.tensor([[0, 1, 2, 7, 8, 9]])  # tokens left out of one sequence
+    for mask in (None, every_key):
+        torch.testing.assert_close(call(mask, position_ids=with_a_gap), call(mask))
 
 
 # ------------------------------------------------------------------ packed sequences
@@ -497,6 +501,43 @@ def test_compiled(inputs: str) -> None:
         given["attention_mask"][1, 4:7] = 0
         with pytest.raises(RuntimeError, match="gap"):
             compiled(**given)
+
+
+@pytest.mark.parametrize("how", ["position_ids", "cu_seq_lens"])
+def test_compiled_attention_of_packed_sequences(how: str) -> None:
+    """Without a look at values, which the attention function does not need then."""
+    torch.compiler.reset()
+    module = torch.nn.Module()
+    q, k, v = (torch.randn(1, h, 20, 8) for h in (4, 2, 2))
+
+    def attend(**rest: Any) -> Tensor:
+        return compat.attention_of_module(module, q, k, v, None, **rest)[0]
+
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    inputs = packed(how)
+    if how == "cu_seq_lens":
+        del inputs["position_ids"]
+    torch.testing.assert_close(compiled(**inputs), attend(**inputs))
+    if how == "cu_seq_lens":
+        inputs["cu_seq_lens_k"] = torch.tensor([0, 7, 9, 20], dtype=torch.int32)
+        with pytest.raises(RuntimeError, match="must be the same"):
+            compiled(**inputs)
+
+
+# ------------------------------------------------------------------ tilewise's own module
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_our_module_takes_the_weights_of_a_layer(name: str) -> None:
+    model = decoder(name)
+    model.set_attn_implementation("sdpa")
+    theirs, x = model.model.layers[0].self_attn, torch.randn(BATCH, LENGTH, 32)
+    ours = Attention(
+        32, 4, 2, head_dim=12, rotary="half", qk_norm=name == "qwen3", causal=True
+    ).eval()
+    ours.load_state_dict(theirs.state_dict())
+    positions = model.model.rotary_emb(x, torch.arange(LENGTH)[None])
+    torch.testing.assert_close(ours(x), theirs(x, positions, attention_mask=None)[0])
 
 
 # ------------------------------------------------------------------ what is refused

@@ -76,8 +76,16 @@ def choose(problem: Problem, requested: str | None = None) -> Choice:
         return Choice(requested, {}, {})
     rejected: dict[str, list[str]] = {}
     for name, module in BACKENDS.items():
-        reasons = module.unsupported(problem)
-        if name != ON_REQUEST and not reasons:
+        reasons = module.unsupported(problem) or _declined(name, problem)
+        if not reasons:
             return Choice(name, {}, rejected)
-        rejected[name] = reasons or ["serves only when asked for by name: it is O(n²) in memory"]
+        rejected[name] = reasons
     raise ValueError(f"no backend can serve this call: {rejected}")
+
+
+def _declined(name: str, problem: Problem) -> list[str]:
+    """Why a backend that could serve leaves it to another unless it is asked for by name."""
+    if name == ON_REQUEST:
+        return ["serves only when asked for by name: it is O(n²) in memory"]
+    declined = getattr(BACKENDS[name], "declined", None)
+    return [] if declined is None else declined(problem)

@@ -38,6 +38,8 @@ _SHARED_BYTES, _BARRIERS = 227 * 1024, 512
 _REGISTERS = {2: (168, 240), 3: (128, 160)}
 # Of the 50 or 60 MB of L2, what the keys and values may take of the heads that are worked on together.
 _L2_SHARE = 32 * 2**20
+# Below so many floating-point operations, some 30 µs, a launch takes longer than the Triton backend does.
+_FEWEST_OPERATIONS = 2**34
 # How many multiprocessors a GPU has that is not here.
 _MULTIPROCESSORS = 132
 
@@ -69,6 +71,15 @@ def unsupported(problem: Problem) -> list[str]:
     if q.numel() == 0 or first >= last:
         reasons.append("no row sees a key")
     return reasons
+
+
+def declined(problem: Problem) -> list[str]:
+    """Why a call that these kernels could serve is better left to another backend."""
+    q, k, v = problem.q, problem.k, problem.v
+    operations = 2 * q.shape[0] * q.shape[2] * q.shape[1] * k.shape[1] * (q.shape[3] + v.shape[3])
+    if operations >= _FEWEST_OPERATIONS:
+        return []
+    return [f"too little to do for the time a launch takes: {operations:.1e} operations"]
 
 
 def _wrong_machine(device: torch.device) -> list[str]:

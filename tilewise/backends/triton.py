@@ -112,7 +112,15 @@ def forward(problem: Problem) -> Result:
         )
     elif lse.numel():
         lse.fill_(float("-inf"))
-    return Result(out, lse, lse.new_empty(0))
+    return Result(out, lse, _nothing(lse.device, lse.dtype))
+
+
+@functools.cache
+def _nothing(device: torch.device, dtype: torch.dtype) -> Tensor:
+    with torch.inference_mode(
+        False
+    ):  # it is saved for a backward pass, whatever the first call was
+        return torch.empty(0, device=device, dtype=dtype)
 
 
 def backward(

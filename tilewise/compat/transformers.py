@@ -162,10 +162,10 @@ def _band_of(function: Callable[..., Any]) -> Sides | None:
 
 
 def _around(position: Tensor, left: int | None, right: int | None, kv_length: int) -> KeyRange:
-    """From position − left to position + right, within the keys."""
+    """From position − left to position + right; past the ends there are no keys."""
     start = torch.zeros_like(position) if left is None else position - left
     end = torch.full_like(position, kv_length) if right is None else position + right + 1
-    return start.clamp(0, kv_length), end.clamp(0, kv_length)
+    return start, end
 
 
 def _of_rows(
@@ -225,7 +225,7 @@ def attention_of_module(
             is None, is_causal and sliding_window say what a row sees.
         position_bias: added to the logits; broadcastable to (B, Hq, Sq, Sk).
         **rest: softcap; s_aux, which are sinks; for packed sequences cu_seq_lens_q and cu_seq_lens_k,
-            or position_ids, which start anew with each sequence. The others change nothing.
+            or position_ids, whose least is where each sequence begins. The others change nothing.
 
     Returns:
         out (B, Sq, Hq, Dv), and None for the probabilities.
@@ -244,7 +244,7 @@ def attention_of_module(
         "bias": position_bias,
     }
     if attention_mask is None:
-        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
         options |= {"causal": causal, "key_range": _own_sequence(q, k, **rest)}
         if sliding_window is not None:
             options["window_size"] = (sliding_window - 1, None if causal else sliding_window - 1)
@@ -290,8 +290,8 @@ def _own_sequence(
         row = torch.arange(tokens, device=q.device, dtype=cu_seq_lens_q.dtype)
         number = torch.searchsorted(cu_seq_lens_q, row, right=True).unsqueeze(0)
     elif alone and position_ids is not None and position_ids.shape == (1, tokens):
-        number = F.pad(position_ids.diff() != 1, (1, 0)).cumsum(-1)
-        if not torch.compiler.is_compiling() and not number.any():
+        number = (position_ids == position_ids.min()).cumsum(-1)
+        if not torch.compiler.is_compiling() and bool((number == number[0, 0]).all()):
             return None
     else:
         return None
