@@ -249,9 +249,18 @@ def test_flex_computes_the_case(chosen: Case) -> None:
 
 
 def test_flex_that_runs_uncompiled_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    order: list[Any] = []
+
+    def compile_nothing(function: Any, **options: Any) -> Any:
+        order.append({name: options[name] for name in ("dynamic", "fullgraph")})
+        return function
+
+    monkeypatch.setattr(torch, "compile", compile_nothing)
+    monkeypatch.setattr(torch._dynamo, "reset", lambda: order.append("reset"))
     with torch._functorch.config.patch(donated_buffer=True):
         (outcome,) = run(CASES[0], ["forward"], dict.fromkeys(set(PEERS) - {"Flex"}, ""))
+    # The recompile limit is never near, and where it is hit nothing runs uncompiled in silence.
+    assert order[:2] == ["reset", {"dynamic": False, "fullgraph": True}]
     assert outcome.peers["Flex"].reason == "RuntimeError: it ran without being compiled"
     assert not outcome.failed
 
@@ -490,6 +499,9 @@ def test_what_workers_do(monkeypatch: pytest.MonkeyPatch) -> None:
     bench_gpu.make_calls(CASES[0], "tiled", ("both",), CPU)
     bench_gpu.make_calls(CASES[0], "triton", ("both",), CPU)  # does not serve a CPU
     assert ran == ["call", "call", "tiled", "call"]
+    monkeypatch.setattr(tiled, "BACKWARD", "reference", raising=False)
+    bench_gpu.make_calls(CASES[0], "tiled", ("backward",), CPU)  # is not its own
+    assert ran[4:] == ["tiled"]
 
 
 def test_the_clock_takes_calls_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,7 @@ CALLS = 50
 # Scores of the formula that are in memory at once.
 BLOCK_SCORES = 2**25
 # Of all the time, what compiling ahead may take; and how long nothing may become ready.
-COMPILING_SHARE, PATIENCE = 0.4, 90.0
+COMPILING_SHARE, PATIENCE = 0.5, 90.0
 
 Call = Callable[[], tuple[Tensor, ...]]
 
@@ -141,10 +141,14 @@ def run(
             yield Outcome(case, when, {"tilewise": Timing(reason=reason(error))}, {})
         return
     for when in passes:
-        # A backend that hands its backward pass to another has none of its own.
-        ran = [n for n in names if when != BACKWARD or backward_of(n) is BACKENDS[n]]
+        ran = [name for name in names if has(name, when)]
         timings = timed(case, inputs, samples, {n: sides[n] for n in (*ran, *peers)}, when)
         yield Outcome(case, when, *({n: timings[n] for n in group} for group in (ran, peers)))
+
+
+def has(name: str, when: str) -> bool:
+    """Whether a side has a pass of its own: a backend may hand its backward pass to another."""
+    return when != BACKWARD or name not in BACKENDS or backward_of(name) is BACKENDS[name]
 
 
 def attempt(make: Make, case: Case, inputs: Inputs) -> Side | Timing:
@@ -361,7 +365,8 @@ def make_calls(case: Case, name: str, passes: Sequence[str], device: torch.devic
         return
     side = (PEERS[name] if name in PEERS else ours(name))(case, inputs)
     for when in passes:
-        with side.within():
-            call_of(side, inputs, when)()
+        if has(name, when):
+            with side.within():
+                call_of(side, inputs, when)()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()

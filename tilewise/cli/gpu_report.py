@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import subprocess
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
@@ -117,6 +118,7 @@ class Report:
         self._about = {**environment(), "command": command}
         self._progress = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
         self._outcomes: list[Outcome] = []
+        self._start = time.monotonic()
 
     @property
     def failed(self) -> bool:
@@ -124,7 +126,7 @@ class Report:
         return not self._outcomes or any(outcome.failed for outcome in self._outcomes)
 
     def say(self, line: str) -> None:
-        self._progress.print(line)
+        self._progress.print(f"{time.monotonic() - self._start:.0f} s: {line}")
 
     def add(self, outcome: Outcome) -> None:
         self._outcomes.append(outcome)
