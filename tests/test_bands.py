@@ -38,7 +38,7 @@ def agree(call: Call, dtype: torch.dtype, dlse: bool = True) -> None:
     assert all(v.passed for v in verdicts), [str(v) for v in verdicts if not v.passed]
 
 
-WINDOWS = [(0, 0), (5, 0), (0, 4), (7, 9), (16, 0), (30, 30)]
+WINDOWS = [(0, 0), (5, 0), (0, 4), (7, 9), (16, 0), (25, 25)]
 
 
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
@@ -132,7 +132,7 @@ def test_large_logits(cut: list[int]) -> None:
         {"key_range": (torch.zeros(1, dtype=torch.int32), torch.full((1,), 99))},
         {"dropout_p": 0.5, "dropout_seed": 1},
         {"window_size": (5, None)},
-        {"window_size": (60, 60)},
+        {"window_size": (28, 29)},
     ],
     ids=lambda options: next(iter(options)),
 )

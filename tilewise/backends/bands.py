@@ -19,7 +19,7 @@ from tilewise.spec import Band, Problem
 # Rows of a block; query heads that share a key head lie side by side.
 ROWS = 64
 # Fewer blocks are not worth it, nor are windows so wide that fewer fill a tile.
-FEWEST_BLOCKS = 2
+FEWEST_BLOCKS = 4
 
 
 class Piece(NamedTuple):
