@@ -1,7 +1,8 @@
 """Exact attention (FlashAttention) in O(n) memory, in pure Python.
 
-`attention`, `attention_varlen` and `attention_paged` compute; `explain` says which backend would;
-`cost` counts; `merge` joins partial results. `tilewise.textbook` is the algorithm to read.
+`attention`, `attention_varlen` and `attention_paged` compute, the last from a `PagedKVCache`;
+`explain` says which backend would; `cost` counts; `merge` joins partial results.
+`tilewise.textbook` is the algorithm to read.
 """
 
 import sys
@@ -13,11 +14,13 @@ if TYPE_CHECKING:
     from tilewise.costs import Cost, cost
     from tilewise.dispatch import Choice
     from tilewise.merging import merge
+    from tilewise.paged import PagedKVCache
 
 __version__ = "0.1.0"
 __all__ = [
     "Choice",
     "Cost",
+    "PagedKVCache",
     "alibi_slopes",
     "attention",
     "attention_paged",
@@ -28,7 +31,13 @@ __all__ = [
 ]
 
 # Where the names are that are not in `tilewise.api`.
-_HOMES = {"Choice": "dispatch", "Cost": "costs", "cost": "costs", "merge": "merging"}
+_HOMES = {
+    "Choice": "dispatch",
+    "Cost": "costs",
+    "PagedKVCache": "paged",
+    "cost": "costs",
+    "merge": "merging",
+}
 
 
 def __getattr__(name: str) -> Any:
