@@ -5,7 +5,7 @@ import torch
 from inputs import cpu_backends
 
 import tilewise
-from tilewise.backends import flash, tiles
+from tilewise.backends import bands, flash, tiles
 
 
 @pytest.fixture
@@ -15,6 +15,7 @@ def small_tiles(monkeypatch):
         monkeypatch.setattr(tiles, name, 16 * 32)
     for name in ("ROWS", "ROWS_IN_BAND"):
         monkeypatch.setattr(tiles, name, 16)
+    monkeypatch.setattr(bands, "ROWS", 4)
     monkeypatch.setattr(flash, "serves", lambda problem: False)
 
 

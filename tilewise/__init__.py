@@ -1,8 +1,8 @@
 """Exact attention (FlashAttention) in O(n) memory, in pure Python.
 
-`attention`, `attention_varlen` and `attention_paged` compute; `explain` says which backend would;
-`cost` counts; `merge` joins partial results. `tilewise.nn` has a module with projections and a cache.
-`tilewise.textbook` is the algorithm to read.
+`attention`, `attention_varlen` and `attention_paged` compute, the last from a `PagedKVCache`;
+`explain` says which backend would; `cost` counts; `merge` joins partial results. `tilewise.nn` has a
+module with projections and a cache. `tilewise.textbook` is the algorithm to read.
 """
 
 from tilewise import nn
@@ -10,11 +10,13 @@ from tilewise.api import alibi_slopes, attention, attention_paged, attention_var
 from tilewise.cost import Cost, cost
 from tilewise.dispatch import Choice
 from tilewise.merge import merge
+from tilewise.paged import PagedKVCache
 
 __version__ = "0.1.0"
 __all__ = [
     "Choice",
     "Cost",
+    "PagedKVCache",
     "alibi_slopes",
     "attention",
     "attention_paged",

@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from tilewise.backends.products import onednn_wins
+from tilewise.backends.products import keep_freed_memory, onednn_wins
 from tilewise.results import Gradients, Result, products_overflow
 from tilewise.spec import Problem, Scores
 
@@ -78,8 +78,13 @@ def serves_backward(problem: Problem, dlse: Tensor | None) -> bool:
 
 def forward(problem: Problem) -> Result | None:
     """The result, or None where it is not to be trusted."""
+    operands = _heads_first(problem.q, *_expanded(problem))
+    if fewest_rows(problem.q.dtype) > 1:
+        # There it converts blocks of what it reads, some of them often: faster where rows lie together.
+        keep_freed_memory()
+        operands = tuple(t.contiguous() for t in operands)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        *_heads_first(problem.q, *_expanded(problem)),
+        *operands,
         0.0,
         bool(_is_causal(problem)),
         scale=problem.scores.scale,

@@ -94,9 +94,18 @@ def _linear(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def product_for(dtype: torch.dtype, device: torch.device) -> Product:
-    if device.type == "cpu" and dtype == torch.float32 and onednn_wins():
-        return OneDnnProduct()
+    if device.type == "cpu":
+        keep_freed_memory()
+        if dtype == torch.float32 and onednn_wins():
+            return OneDnnProduct()
     return TorchProduct()
+
+
+@functools.cache
+def keep_freed_memory() -> None:
+    """One large allocation, freed, raises the size up to which the C library keeps freed memory, so
+    that the tiles of every call are not faulted in page by page."""
+    torch.empty(16 << 20, dtype=torch.uint8)
 
 
 @functools.cache
@@ -108,9 +117,6 @@ def onednn_wins() -> bool:
     """
     if torch.backends.cpu.get_cpu_capability() != "AVX512":
         return False
-    # oneDNN allocates its results. One large allocation, freed, raises the threshold below which the
-    # C library keeps freed memory, so that later tiles are not faulted in page by page.
-    torch.empty(16 << 20, dtype=torch.uint8)
     a, b = torch.ones(256, 64), torch.ones(512, 64)
     try:
         right = bool((_linear(a, b) == 64).all())

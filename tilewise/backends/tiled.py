@@ -23,6 +23,7 @@ from torch import Tensor
 
 from tilewise import dense
 from tilewise.backends import flash
+from tilewise.backends.bands import cut_of, pieces
 from tilewise.backends.products import product_for
 from tilewise.backends.tiles import LOG2E, NEG_INF, Tiles, Where, parts, tile_shape
 from tilewise.results import (
@@ -50,8 +51,14 @@ def config(problem: Problem) -> dict[str, Any]:
     if flash.serves(problem):
         return {"kernel": "PyTorch's flash kernel"}
     rows, scores = tile_shape(problem)
+    shape = {"rows": rows, "keys": scores // rows}
+    if problem.packed is None and problem.paged is None and problem.q.numel():
+        cut = cut_of(problem.part(slice(0, 1), slice(0, 1)))
+        if cut is not None:
+            rows = cut.queries * problem.groups
+            shape = {"blocks": scores // (rows * cut.keys), "rows": rows, "keys": cut.keys}
     product = product_for(accumulation_dtype(problem.q.dtype), problem.q.device)
-    return {"rows": rows, "keys": scores // rows, "product": product.name}
+    return {**shape, "product": product.name}
 
 
 def forward(problem: Problem) -> Result:
@@ -103,10 +110,21 @@ def _forward_part(part: Problem, out: Tensor, lse: Tensor) -> None:
     if products_overflow(part):
         _forward_exactly(part, 0, part.q.shape[1], out, lse)
         return
+    cut = cut_of(part)
+    if cut is None:
+        _forward_tiles(part, out, lse)
+        return
+    for piece in pieces(part, cut):
+        o, m = piece.of_rows(out), piece.of_lse(lse)
+        for blocks, _, heads in parts(piece.problem):
+            _forward_tiles(piece.problem.part(blocks, heads), o[blocks], m[blocks])
+
+
+def _forward_tiles(part: Problem, out: Tensor, lse: Tensor) -> None:
     tiles = Tiles(part)
-    blocks, scratch = tiles.query_blocks(), tiles.scratch()
+    scratch = tiles.scratch()
     k, v = tiles.key_stack(part.k), tiles.key_stack(part.v)
-    for i0, i1 in blocks:
+    for i0, i1 in tiles.query_blocks():
         o, m = _forward_rows(tiles, i0, i1, k, v, scratch)
         if _trustworthy(o, m):
             tiles.query_grid(out[:, i0:i1]).copy_(tiles.grid(o))
@@ -126,7 +144,6 @@ def _forward_rows(
     """out (N, rows, Dv) and float64 lse (N, rows, 1) of rows i0 … i1 − 1 by the online softmax."""
     q = tiles.query_stack(tiles.part.q[:, i0:i1])
     edges = tiles.edges(i0, i1)
-    may_be_empty = tiles.may_be_empty(edges)
     so_far = None
     for j0, j1 in tiles.key_blocks(edges.bounds.first, edges.bounds.last):
         at = Where(i0, i1, j0, j1)
@@ -136,9 +153,8 @@ def _forward_rows(
         m = s.amax(-1, keepdim=True)
         if so_far is not None:
             m = torch.maximum(m, so_far.m)
-        # A row without a key so far has m = −inf and shift = +inf; its terms, all 0, need any base.
-        shift = m * -tiles.exponent
-        base = shift.masked_fill(m == NEG_INF, 0) if may_be_empty else shift
+        # A row without a key so far has m = −inf; its terms, all 0, need any base.
+        base = torch.mul(m, -tiles.exponent).clamp_(max=torch.finfo(m.dtype).max)
         p = tiles.exponentials(s, base)
         l = p.sum(-1, keepdim=True)
         kept = tiles.kept(p, at)
@@ -148,40 +164,40 @@ def _forward_rows(
         if so_far is None:
             acc = tiles.product.nn(p, values)
         else:
-            # By the shifts themselves, which are rounded, so that old and new terms have one base.
-            rebase = torch.sub(base, so_far.shift).exp2_()
+            # By the bases themselves, which are rounded, so that old and new terms have one base.
+            rebase = torch.sub(base, so_far.base).exp2_()
             l.add_(so_far.l.mul_(rebase))
             acc = so_far.acc.mul_(rebase)
             tiles.product.add_nn(acc, p, values)
-        so_far = _Running(m, shift, l, acc)
+        so_far = _Running(m, base, l, acc)
     if so_far is None:
         nothing = q.new_zeros((*q.shape[:2], v.shape[-1] + 1))
         l, acc = nothing[..., :1], nothing[..., 1:]
-        so_far = _Running(l + NEG_INF, l - NEG_INF, l, acc)
+        so_far = _Running(l + NEG_INF, l, l, acc)
     return _normalised(so_far, tiles.sink_stack(q.shape[1]))
 
 
 class _Running(NamedTuple):
-    """The state of the online softmax: with p = 2^(c·s + shift), l = Σ p and acc = Σ p·v."""
+    """The state of the online softmax: with p = 2^(c·s + base), l = Σ p and acc = Σ p·v."""
 
     m: Tensor
-    shift: Tensor
+    base: Tensor
     l: Tensor
     acc: Tensor
 
 
 def _normalised(finished: _Running, sink: Tensor | None) -> tuple[Tensor, Tensor]:
     """out and float64 lse of finished rows, with the sink's share in the sum."""
-    m, shift, l, acc = finished
-    lse = l.double().log().sub_(shift.double(), alpha=math.log(2))
-    empty = l == 0
-    # A row with keys whose terms all vanished in rounding c·s + shift is not empty but wrong.
-    lse.masked_fill_(empty & (m != NEG_INF), math.nan)
+    m, base, l, acc = finished
+    # l is about 1 or more, unless the row is empty or all of its terms vanished in rounding: then its
+    # base is huge, and lse says so.
+    l = l.clamp(min=torch.finfo(l.dtype).tiny)
+    lse = l.double().log().sub_(base, alpha=math.log(2)).masked_fill_(m == NEG_INF, NEG_INF)
     if sink is not None:
         total = torch.logaddexp(lse, sink.double())
         l = l * (total - lse).exp_().to(l.dtype)
         lse = total
-    return acc.div_(l.masked_fill_(empty, 1)), lse
+    return acc.div_(l), lse
 
 
 def _trustworthy(out: Tensor, lse: Tensor) -> bool:
@@ -205,7 +221,7 @@ def _backward_part(
     """Writes the gradients of q, k, v of one part and adds those of bias, slopes and sinks."""
     sums = _zero_like(grads.scores)
     fast = _moderate(result.lse) and not products_overflow(part)
-    if not (fast and _backward_tiles(part, result, dout, dlse, grads, sums)):
+    if not (fast and _backward_fast(part, result, dout, dlse, grads, sums)):
         sums = _zero_like(grads.scores)
         step = dense.rows_at_once(part.q.shape[0] * part.q.shape[2], part.k.shape[1])
         exact = grads._replace(scores=sums)
@@ -214,6 +230,52 @@ def _backward_part(
         total, share = getattr(grads.scores, name), getattr(sums, name)
         if total is not None:
             total.add_(share)
+
+
+def _backward_fast(
+    part: Problem,
+    result: Result,
+    dout: Tensor,
+    dlse: Tensor | None,
+    grads: Gradients,
+    sums: Scores,
+) -> bool:
+    """By tiles, of the part or of its pieces. Says whether the result is finite."""
+    cut = cut_of(part)
+    if cut is None:
+        return _backward_tiles(part, result, dout, dlse, grads, sums)
+    dk, dv = (_sum_of(g) for g in (grads.k, grads.v))
+    for piece in pieces(part, cut):
+        out, do, dq = (piece.of_rows(t) for t in (result.out, dout, grads.q))
+        lse, low = piece.of_lse(result.lse), piece.of_lse(result.lse_low)
+        dm = None if dlse is None else piece.of_lse(dlse)
+        for blocks, _, heads in parts(piece.problem):
+            problem = piece.problem.part(blocks, heads)
+            share = Gradients(
+                dq[blocks], torch.empty_like(problem.k), torch.empty_like(problem.v), sums
+            )
+            done = _backward_tiles(
+                problem,
+                Result(out[blocks], lse[blocks], low[blocks]),
+                do[blocks],
+                None if dm is None else dm[blocks],
+                share,
+                sums,
+            )
+            if not done:
+                return False
+            piece.add_to_keys(dk, share.k, blocks)
+            piece.add_to_keys(dv, share.v, blocks)
+    for gradient, total in ((grads.k, dk), (grads.v, dv)):
+        if gradient is not total:
+            gradient.copy_(total)
+    return True
+
+
+def _sum_of(gradient: Tensor) -> Tensor:
+    """Zeros to add to: the gradient itself, or one in the dtype of the arithmetic."""
+    dtype = accumulation_dtype(gradient.dtype)
+    return gradient if gradient.dtype == dtype else torch.zeros_like(gradient, dtype=dtype)
 
 
 def _zero_like(scores: Scores) -> Scores:
@@ -247,7 +309,7 @@ def _backward_tiles(
     blocks = [(i0, i1, tiles.edges(i0, i1)) for i0, i1 in tiles.query_blocks()]
     q, do = (t.to(dtype) if len(blocks) > 1 else t for t in (part.q, dout))
     all_k, all_v = tiles.key_stack(part.k), tiles.key_stack(part.v)
-    dq = grads.q if grads.q.dtype == dtype else torch.zeros_like(grads.q, dtype=dtype)
+    dq = _sum_of(grads.q)
     scratch, scratch_dp = tiles.scratch(), tiles.scratch()
     total = 0.0
     for start, stop in tiles.key_blocks(0, part.k.shape[1]):

@@ -41,7 +41,8 @@ def parts(problem: Problem) -> Iterator[tuple[slice, slice, slice]]:
     g = problem.groups
     if not (b and sq and hkv and g):
         return
-    wanted = max(1, TILE_SCORES // max(1, sq * g * sk))
+    _, area = tile_shape(problem)
+    wanted = max(1, area // max(1, sq * g * sk))
     heads = min(hkv, wanted)
     batches = max(1, wanted // hkv)
     for b0 in range(0, b, batches):
@@ -180,11 +181,6 @@ class Tiles:
         lo, hi = (t.view(-1, 1, i1 - i0, 1, 1) for t in self.part.interval(i0, i1))
         return Edges(bounds, partial, lo, hi)
 
-    def may_be_empty(self, edges: Edges) -> bool:
-        """Whether a row of the block may see no key of a tile."""
-        scores = self.part.scores
-        return edges.partial or scores.mask is not None or scores.bias is not None
-
     def hidden_by_mask(self, at: Where) -> bool:
         """Whether the boolean mask hides the whole tile."""
         mask = self.part.scores.mask
@@ -240,10 +236,8 @@ class Tiles:
         n, width = grid.shape[2], grid.shape[4]
         shape = (n, width, first, early)
         if shape not in self._band_edges:
-            b = torch.arange(width, dtype=torch.int32, device=grid.device)
-            a = torch.arange(n, dtype=torch.int32, device=grid.device).view(n, 1, 1)
-            hidden = b < a + first if early else b >= a + first
-            edge = grid.new_zeros(n, 1, width).masked_fill_(hidden, NEG_INF)
+            edge = grid.new_full((n, width), NEG_INF)
+            edge = (edge.tril_(first - 1) if early else edge.triu_(first)).unsqueeze(1)
             if len(self._band_edges) == 8:
                 self._band_edges.clear()
             self._band_edges[shape] = edge
