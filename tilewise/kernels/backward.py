@@ -14,6 +14,7 @@ import triton.language as tl
 from tilewise.kernels.score import (
     LOG2E,
     NEG_INF,
+    Rows,
     add_product,
     bounds,
     bounds_of_keys,
@@ -114,6 +115,8 @@ def queries_of(q, dout, q_tma, dout_tma, lse, delta, at, head, i, spec, tile, ED
     of_delta = line(delta, at, head, at.start_q, numbers)
     if EDGE:
         inside = numbers < at.sq
+        # A row past the last must not carry the NaN of a key that the others do not see into dk and dv.
+        rows = Rows(numbers, rows.lo, tl.where(inside, rows.hi, 0))
         base = tl.load(of_lse, mask=inside, other=NEG_INF)
         alive = (rows.hi > rows.lo) & (base != NEG_INF)
         missing = tl.load(of_delta, mask=inside & alive, other=0.0)

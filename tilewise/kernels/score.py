@@ -417,7 +417,7 @@ def grid_tile(t, at, head, across, along, other):
     elif t.COLUMNS:
         tile = tl.load(base + along.to(tl.int64) * t.column, mask=along < columns, other=other)
     else:
-        tile = tl.load(base)
+        tile = tl.load(base + tl.zeros([1, 1], tl.int32))
     return tile
 
 

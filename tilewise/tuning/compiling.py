@@ -42,10 +42,10 @@ class _Absent:
     def get_current_target(self) -> GPUTarget:
         return self._target
 
-    def get_current_device(self) -> int:
-        return 0
+    def get_current_device(self) -> GPUTarget:
+        return self._target  # Triton keeps compiled kernels by device: each target has its own
 
-    def get_current_stream(self, device: int) -> int:
+    def get_current_stream(self, device: GPUTarget) -> int:
         return 0
 
     def get_active_torch_device(self) -> torch.device:

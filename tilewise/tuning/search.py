@@ -203,7 +203,12 @@ def _sides(key: Key, config: Config) -> tuple[int, int]:
 # ------------------------------------------------------------------ what is computed
 
 
-def problem_for(key: Key, make: Callable[..., Tensor], device: str | torch.device) -> Problem:
+def problem_for(
+    key: Key,
+    make: Callable[..., Tensor],
+    device: str | torch.device,
+    dtype: torch.dtype | None = None,
+) -> Problem:
     """A problem whose kernels look that key up. `make` is torch.randn, or torch.empty to compile only."""
     length = LENGTHS[key.length]
     general = key.mask == "general"
@@ -211,7 +216,7 @@ def problem_for(key: Key, make: Callable[..., Tensor], device: str | torch.devic
         length = min(length, LONGEST_BIAS)
     heads = max(1, WIDTH // key.head_dim)
     batch = max(1, TOKENS * 16 // key.bits // length)
-    given = {"dtype": DTYPES[key.bits], "device": device}
+    given = {"dtype": dtype or DTYPES[key.bits], "device": device}
     q, k, v = (make(batch, length, heads, key.head_dim, **given) for _ in range(3))
     bias = make(1, heads, length, length, **given) if general else None
     return dense_problem(q, k, v, causal=key.mask == "band", bias=bias, deterministic=False)
@@ -236,7 +241,8 @@ def outputs(key: Key, problem: Problem, result: Result | None, dout: Tensor) -> 
 
 def compiled(key: Key, config: Config, target: GPUTarget) -> Report | str:
     """Compiles a candidate into Triton's cache: what its kernel needs, or why it does not compile."""
-    problem = problem_for(key, torch.empty, "cpu")
+    old = target.backend == "cuda" and target.arch < 80 and key.bits == 16
+    problem = problem_for(key, torch.empty, "cpu", torch.float16 if old else None)
     out, lse = result_shapes(problem)
     q = problem.q
     result = Result(q.new_empty(out), q.new_empty(lse, dtype=accumulation_dtype(q.dtype)), q[:0])

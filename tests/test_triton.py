@@ -1,0 +1,432 @@
+"""The Triton backend in Triton's interpreter: every case, and what hides in a kernel's corners."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from inputs import cumulative, draw, draw_qkv, draw_tokens
+from interpreter import interpreted, tiles
+from torch import Tensor
+
+import tilewise
+from tilewise.arguments import problem_of
+from tilewise.backends import triton as backend
+from tilewise.kernels import twins
+from tilewise.testing import (
+    CASES,
+    Call,
+    Case,
+    evaluate,
+    expect,
+    judge,
+    make_call,
+    mask_probe,
+    ramp_call,
+)
+from tilewise.tuning.search import poisoned
+
+SERVED = [case for case in CASES if case.layout != "paged"]
+FP32, FP16 = torch.float32, torch.float16
+
+pytestmark = [
+    pytest.mark.filterwarnings(f"ignore::{kind}:triton")
+    for kind in ("DeprecationWarning", "RuntimeWarning")
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _interpreted() -> Iterator[None]:
+    with interpreted():
+        yield
+
+
+def right(call: Call, dtype: torch.dtype) -> None:
+    """Every result passes, computed in new memory that is full of NaN."""
+    with poisoned():
+        results = evaluate(call, "triton")
+    gold, peer = expect(call)
+    verdicts = [judge(name, t, gold[name], peer[name], dtype) for name, t in results.items()]
+    assert all(v.passed for v in verdicts), [str(v) for v in verdicts if not v.passed]
+
+
+def same(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
+    assert got.keys() == want.keys()
+    for name in got:
+        assert torch.equal(got[name], want[name]), name
+
+
+# ------------------------------------------------------------------ cases
+
+
+@pytest.mark.parametrize("case", SERVED, ids=str)
+def test_case(case: Case) -> None:
+    with tiles(128, 128):
+        right(make_call(case, FP32), FP32)
+
+
+@pytest.mark.parametrize("case", SERVED[::3], ids=str)
+def test_case_in_half_precision(case: Case) -> None:
+    with tiles(64, 128):
+        right(make_call(case, FP16), FP16)
+
+
+@pytest.mark.parametrize("name", ["plain", "everything"])
+def test_case_in_double_precision(name: str) -> None:
+    (case,) = (case for case in CASES if case.name == name)
+    with tiles(128, 128):
+        right(make_call(case, torch.float64), torch.float64)
+
+
+MANY_TILES = [
+    case._replace(
+        batch=1,
+        sq=min(case.sq, 40),
+        sk=min(case.sk, 70),
+        heads=2,
+        kv_heads=1,
+        head_dim=16,
+        value_dim=16,
+        lengths=((5, 9), (0, 7), (18, 40), (3, 0), (1, 1), (20, 5)) if case.lengths else (),
+    )
+    for case in SERVED
+    if "window" in case.name
+    or case.name
+    in (
+        "causal",
+        "causal, top-left",
+        "documents",
+        "padding, causal",
+        "mask of queries and keys",
+        "bias of queries",
+        "dropout, causal",
+        "packed, causal",
+        "packed, bias",
+    )
+]
+
+
+@pytest.mark.parametrize("case", MANY_TILES, ids=str)
+def test_many_small_tiles(case: Case) -> None:
+    with tiles(16, 32):
+        right(make_call(case, FP32), FP32)
+
+
+@pytest.mark.parametrize(("sq", "sk"), [(7, 19), (65, 130), (90, 50)])
+@pytest.mark.parametrize("align", ["bottom-right", "top-left"])
+@pytest.mark.parametrize("window", [(None, 0), (3, 0), (5, 2), (40, None)])
+def test_mask_probe(window: tuple[int | None, int | None], align: str, sq: int, sk: int) -> None:
+    with tiles(32, 16):
+        got, counts = mask_probe(sq, sk, backend="triton", window_size=window, align=align)
+    assert torch.equal(got.round(), counts)
+    assert (got - counts).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("dtype", [FP32, FP16])
+def test_ramp(dtype: torch.dtype) -> None:
+    with tiles(32, 16):
+        right(ramp_call(33, 150, dtype), dtype)
+
+
+def test_chosen_where_it_serves() -> None:
+    q = draw(1, 5, 2, 8)
+    assert tilewise.explain(q, q, q).backend == "triton"
+    wide = draw(1, 1, 1, 513)
+    with pytest.raises(ValueError, match="head dims go up to 512, got 513"):
+        tilewise.attention(wide, wide, wide, backend="triton")
+    low = q.bfloat16()
+    with pytest.raises(ValueError, match="interpreter computes bfloat16 wrongly"):
+        tilewise.attention(low, low, low, backend="triton")
+    with pytest.raises(ValueError, match="pages are not served"):
+        evaluate(make_call(next(case for case in CASES if case.layout == "paged")), "triton")
+
+
+# ------------------------------------------------------------------ what a tile sees
+
+
+ROWS = 16
+LENGTHS = range(10)
+SIDES = (0, 1, 2, 4, 20)
+
+
+@pytest.mark.parametrize("ranges", [False, True], ids=["band", "key_range"])
+@pytest.mark.parametrize("align", ["bottom-right", "top-left"])
+@pytest.mark.parametrize("right", [False, True], ids=["", "right"])
+@pytest.mark.parametrize("left", [False, True], ids=["", "left"])
+def test_what_a_tile_sees_as_the_specification_has_it(
+    left: bool, right: bool, align: str, ranges: bool
+) -> None:
+    """Every small problem, every tile of two rows or keys."""
+    from bounds_probe import probe
+
+    sizes = [(sq, sk) for sq, sk in itertools.product(LENGTHS, LENGTHS) if sq]
+    sides = itertools.product(SIDES if left else (0,), SIDES if right else (0,))
+    listed = [
+        (sq, sk, a, b, i0, i1)
+        for (sq, sk), (a, b) in itertools.product(sizes, sides)
+        for i0, i1 in ((0, min(3, sq)), (sq // 2, sq), (sq - 1, sq))
+    ]
+    problems = torch.tensor(listed, dtype=torch.int32)
+    count, width = len(listed), 1 << (len(listed) - 1).bit_length()
+    start = torch.randint(-2, 8, (count, ROWS))
+    end = (start + torch.randint(-3, 9, (count, ROWS))).int()
+    out = torch.full((2 * ROWS + 12, width), -7, dtype=torch.int32)
+    padded = torch.nn.functional.pad(problems.T, (0, width - count)).contiguous()
+    spaced = [torch.nn.functional.pad(t, (0, 0, 0, width - count)) for t in (start, end)]
+    given = spaced if ranges else (None, None)
+    probe[(1,)](padded, *given, out, width, ROWS, left, right, align == "bottom-right")
+    columns = out[:, :count].T.tolist()
+    for (sq, sk, a, b, i0, i1), got, lo, hi in zip(listed, columns, start, end, strict=True):
+        window = (a if left else None, b if right else None)
+        q, k = torch.empty(1, sq, 1, 1), torch.empty(1, sk, 1, 1)
+        options: dict[str, Any] = {"window_size": window, "align": align}
+        if ranges:
+            options["key_range"] = (lo[None, :sq], hi[None, :sq])
+        problem = problem_of(q, k, k, **options)
+        wanted = list(map(range, *(t[0].tolist() for t in problem.interval(0, sq))))
+        assert list(map(range, got[:sq], got[ROWS : ROWS + sq])) == wanted  # empty ones are equal
+        assert got[2 * ROWS : 2 * ROWS + 4] == list(problem.bounds(i0, i1))
+        j1 = min(i1, sk)
+        if i0 < j1 and not ranges:
+            seen = [range(max(keys.start, i0), min(keys.stop, j1)) for keys in wanted]
+            check_rows_of_keys(got[2 * ROWS + 4 : 2 * ROWS + 8], seen, j1 - i0, i1 <= sk)
+        check_walks(got[2 * ROWS + 8 :], problem.bounds(i0, i1))
+
+
+def check_rows_of_keys(got: list[int], seen: list[range], width: int, inside: bool) -> None:
+    """`seen`: by row, what it sees of a tile of keys; the bounds are as tight as can be."""
+    first, full_first, full_last, last = got
+    some = [i for i, keys in enumerate(seen) if keys]
+    every = [i for i, keys in enumerate(seen) if len(keys) == width]
+    if inside:
+        assert some == list(range(first, last))
+        assert every == list(range(full_first, full_last))
+
+
+def check_walks(got: list[int], bounds: Any, block: int = 2) -> None:
+    """Walks in steps of 2: each step once, and in full where every row sees both of its keys."""
+    first, full_first, full_last, last = got
+    full = list(range(full_first, full_last, block))
+    steps = [*range(first, full_first, block), *full, *range(full_last, last, block)]
+    assert steps == list(range(bounds.first // block * block, bounds.last, block))
+    whole = range(bounds.full_first, bounds.full_last)
+    assert full == [j for j in steps if j in whole and j + block - 1 in whole]
+
+
+@pytest.mark.parametrize("head_dim", [32, 80])
+def test_descriptors_change_nothing(monkeypatch: pytest.MonkeyPatch, head_dim: int) -> None:
+    case = Case("", batch=1, sq=40, sk=70, heads=2, kv_heads=1, head_dim=head_dim)
+    made: list[bool] = []
+    make = backend._tma
+
+    def recorded(t: Tensor, block: int) -> Any:
+        made.append((tma := make(t, block)) is not None)
+        return tma
+
+    monkeypatch.setattr(backend, "_tma", recorded)
+    for options in ({}, {"causal": True}, {"window_size": (45, 40)}):
+        call = make_call(case._replace(options=lambda make, options=options: options), FP32)
+        with tiles(32, 32):
+            monkeypatch.setattr(backend, "_SHORTEST_TMA", 512)
+            without = evaluate(call, "triton")
+            assert not any(made)
+            monkeypatch.setattr(backend, "_SHORTEST_TMA", 33)
+            same(evaluate(call, "triton"), without)
+        assert sum(made) == 6  # k and v forward, k and v, q and dout backward
+        made.clear()
+
+
+# ------------------------------------------------------------------ what is hidden, what is written
+
+
+def hidden_calls() -> dict[str, tuple[dict[str, Any], slice]]:
+    """Options of a call of 40 rows and 90 keys, and the keys that they hide from every row."""
+    keys = torch.arange(90)
+    gap = slice(33, 71)
+    in_gap = (keys >= 33) & (keys < 71)
+    ends = torch.full((1, 1), 50)
+    return {
+        "key_range": ({"key_range": (torch.zeros_like(ends), ends)}, slice(50, 90)),
+        "key_range from": ({"key_range": (ends, torch.full((1, 1), 90))}, slice(0, 50)),
+        "mask": ({"mask": ~in_gap}, gap),
+        "mask of pairs": ({"mask": ~in_gap & (draw(40, 90) > 0)}, gap),
+        "bias": ({"bias": draw(90).masked_fill(in_gap, float("-inf"))}, gap),
+        "bias of pairs": ({"bias": draw(2, 40, 90).masked_fill(in_gap, float("-inf"))}, gap),
+        "window": ({"window_size": (3, 0)}, slice(0, 47)),
+        "window, top-left": ({"window_size": (None, 2), "align": "top-left"}, slice(42, 90)),
+    }
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("how", hidden_calls())
+def test_what_no_row_sees_reaches_nothing(how: str, value: float) -> None:
+    options, hidden = hidden_calls()[how]
+    x = draw_qkv(1, 40, 90, (2, 1))
+    results = []
+    for filling in (0.0, value):
+        for name in ("k", "v"):
+            x[name][:, hidden] = filling
+        with tiles(16, 32):
+            results.append(evaluate(Call(tilewise.attention, {**x, **options}), "triton"))
+    same(results[1], results[0])
+    assert all(t.isfinite().all() for t in results[1].values())
+    assert results[1]["dk"][:, hidden].count_nonzero() == 0
+    assert results[1]["dv"][:, hidden].count_nonzero() == 0
+
+
+def test_rows_that_see_nothing_may_be_nan() -> None:
+    x = draw_qkv(1, 50, 30, (2, 1))
+    x["q"][:, :20] = float("nan")
+    with tiles(16, 16):
+        results = evaluate(Call(tilewise.attention, {**x, "causal": True}), "triton")
+    lse = results.pop("lse")
+    assert (lse[..., :20] == float("-inf")).all()
+    assert all(t.isfinite().all() for t in (lse[..., 20:], *results.values()))
+    assert results["out"][:, :20].count_nonzero() == results["dq"][:, :20].count_nonzero() == 0
+
+
+def test_tokens_of_no_sequence_may_be_nan() -> None:
+    lengths = [9, 0, 20]
+    x = draw_tokens(40, 40, (2, 1), 16, 16, FP32)
+    for t in x.values():
+        t[29:] = float("nan")
+    cu = cumulative(lengths)
+    call = Call(tilewise.attention_varlen, {**x, "cu_seqlens_q": cu, "cu_seqlens_k": cu})
+    with tiles(16, 16), poisoned():
+        results = evaluate(call, "triton")
+    assert (results["lse"][:, 29:] == float("-inf")).all()
+    for name in ("out", "dq", "dk", "dv"):
+        assert results[name].isfinite().all(), name
+        assert results[name][29:].count_nonzero() == 0, name
+
+
+def test_nan_that_is_seen_is_told() -> None:
+    x = draw_qkv(1, 20, 20)
+    x["v"][:, 5] = float("nan")
+    with tiles(16, 16):
+        out = tilewise.attention(**x, causal=True, backend="triton")
+    assert out[:, 5:].isnan().all()
+
+
+# ------------------------------------------------------------------ dropout
+
+
+def dropped(call: Callable[..., Tensor], **options: Any) -> Tensor:
+    """Which of 32 keys are dropped: with equal logits and one-hot values they show in the output."""
+    heads, keys = 4, 32
+    q = torch.zeros(2, 40, heads, 16)
+    k, v = torch.zeros(2, keys, heads, 16), torch.eye(keys).view(1, keys, 1, keys)
+    return call(q=q, k=k, v=v.expand(2, keys, heads, keys), dropout_p=0.4, **options) == 0
+
+
+def of_packed(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    cu_q, cu_k = (cumulative([t.shape[1]] * len(t)) for t in (q, k))
+    out = tilewise.attention_varlen(
+        *(t.flatten(0, 1) for t in (q, k, v)), cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, **options
+    )
+    return out.view(len(q), -1, *out.shape[1:])
+
+
+@pytest.mark.parametrize("seed", [0, -1, 2**40 + 3])
+@pytest.mark.parametrize("call", [tilewise.attention, of_packed])
+def test_dropout_drops_what_it_drops_on_a_cpu(call: Callable[..., Tensor], seed: int) -> None:
+    want = dropped(tilewise.attention, dropout_seed=seed, backend="reference")
+    with tiles(32, 16):
+        assert torch.equal(dropped(call, dropout_seed=seed, backend="triton"), want)
+    assert 0.3 < want.double().mean() < 0.5
+
+
+@pytest.mark.parametrize("p", [1e-12, 1.0])
+def test_dropout_of_nothing_and_of_all(p: float) -> None:
+    x = draw_qkv(1, 20, 20)
+    with tiles(32, 32):
+        out = tilewise.attention(**x, dropout_p=p, dropout_seed=0, backend="triton")
+        plain = tilewise.attention(**x, backend="triton")
+    assert torch.equal(out, plain if p < 0.5 else torch.zeros_like(plain))
+
+
+# ------------------------------------------------------------------ packed sequences
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("lengths", [[], [0], [0, 0, 7], [5, 0, 20, 0], [1] * 9])
+def test_sequences(lengths: list[int], dtype: torch.dtype) -> None:
+    x = draw_tokens(27, 27, (2, 1), 16, 16, FP32)
+    cu = cumulative(lengths, dtype)
+    options = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "causal": True}
+    with tiles(16, 16):
+        right(Call(tilewise.attention_varlen, {**x, **options}), FP32)
+
+
+def test_more_sequences_than_are_looked_up_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tilewise.kernels.score import constexpr
+
+    pack = twins._packed
+    monkeypatch.setattr(twins, "_packed", lambda *cu: pack(*cu)._replace(SEARCH=constexpr(16)))
+    cu_q, cu_k = cumulative([1, 2, 0] * 7), cumulative([2, 0, 1] * 7)
+    x = draw_tokens(21, 21, (1, 1), 16, 16, FP32)
+    with tiles(16, 16):
+        call = Call(tilewise.attention_varlen, {**x, "cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k})
+        right(call, FP32)
+
+
+# ------------------------------------------------------------------ shapes
+
+
+@pytest.mark.parametrize("rows", [1, 20])
+@pytest.mark.parametrize("columns", [1, 30])
+def test_bias_of_every_shape(rows: int, columns: int) -> None:
+    case = Case("", batch=2, sq=20, sk=30, heads=2, kv_heads=1, head_dim=16, value_dim=16)
+    leading = [(2, 2), (2, 1), (1, 2), (1, 1), (2,), ()]
+    for shape in leading:
+        bias = draw(*shape, rows, columns)
+        call = make_call(case, FP32)
+        with tiles(32, 32):
+            right(call._replace(arguments={**call.arguments, "bias": bias}), FP32)
+
+
+@pytest.mark.parametrize(
+    "shape", [(), (1, 1), (20, 1), (30,), (2, 1, 1, 1), (1, 2, 20, 1)], ids=str
+)
+def test_mask_of_every_shape(shape: tuple[int, ...]) -> None:
+    x = draw_qkv(2, 20, 30, (2, 1))
+    for mask in (draw(*shape) < 0.5, torch.zeros(shape, dtype=torch.bool)):
+        with tiles(32, 32):
+            right(Call(tilewise.attention, {**x, "mask": mask, "causal": True}), FP32)
+
+
+@pytest.mark.parametrize("shape", list(itertools.product((2, 1), (31, 1), (20, 1))), ids=str)
+def test_packed_bias_of_every_shape(shape: tuple[int, ...]) -> None:
+    x = draw_tokens(31, 31, (2, 1), 16, 16, FP32)
+    cu = cumulative([5, 20, 3])
+    options = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "bias": draw(*shape), "causal": True}
+    with tiles(16, 16):
+        right(Call(tilewise.attention_varlen, {**x, **options}), FP32)
+
+
+@pytest.mark.parametrize("zero", ["batch", "sq", "sk", "heads"])
+def test_zero_sizes(zero: str) -> None:
+    sizes = {"batch": 1, "sq": 3, "sk": 4, "heads": 2} | {zero: 0}
+    b, sq, sk, h = sizes.values()
+    extras = {"bias": draw(h, sq, sk), "sinks": draw(h), "alibi_slopes": draw(h)}
+    for options in ({}, extras):
+        right(Call(tilewise.attention, {**draw_qkv(b, sq, sk, h), **options}), FP32)
+
+
+def test_strides() -> None:
+    wide = draw(2, 20, 3, 2, 32)
+    projection = {n: wide[:, :, i, :, :16] for i, n in enumerate("qkv")}
+    every_second = {n: wide[:, :, i, :, ::2] for i, n in enumerate("qkv")}
+    one_key_head = {n: projection[n][:, :, :1].expand(2, 20, 2, 16) for n in "qkv"}
+    for x in (projection, every_second, one_key_head):
+        options = {"window_size": (12, 5), "mask": (draw(20, 40) > -1)[:, ::2]}
+        plain = {name: t.contiguous() for name, t in x.items()}
+        with tiles(32, 32):
+            strided, dense = (
+                evaluate(Call(tilewise.attention, {**given, **options}), "triton")
+                for given in (x, plain)
+            )
+        same(strided, dense)
