@@ -45,6 +45,22 @@ def test_in_pytorch(is_causal):
     check(FlashAttentionPyTorch, is_causal)
 
 
+def check_refusals_and_autocast(function):
+    Q, K, V = (torch.randn(2, 5, 16, requires_grad=True) for _ in range(3))
+    (dQ,) = torch.autograd.grad(function.apply(Q, K, V, True).pow(2).sum(), Q, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        dQ.pow(2).sum().backward()
+    with torch.autocast(Q.device.type, dtype=torch.float16):
+        O = function.apply(Q, K, V, True)
+    O.float().pow(2).sum().backward()
+    assert Q.grad.isfinite().all()
+    assert Q.grad.dtype == Q.dtype
+
+
+def test_refusals_and_autocast():
+    check_refusals_and_autocast(FlashAttentionPyTorch)
+
+
 def test_in_triton():
     """Where there is no GPU, by Triton's interpreter, which a process chooses at its start."""
     interpreter = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
@@ -54,6 +70,7 @@ def test_in_triton():
         "torch.set_default_device('cuda' if torch.cuda.is_available() else 'cpu')\n"
         "for is_causal in (False, True): t.check(t.FlashAttentionTriton, is_causal)\n"
         "t.check(t.FlashAttentionTriton, True, dv=48)\n"
+        "t.check_refusals_and_autocast(t.FlashAttentionTriton)\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", program],

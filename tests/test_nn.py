@@ -308,3 +308,14 @@ def test_errors() -> None:
         wide.append(torch.zeros(1, 1, 2, 8), torch.zeros(1, 1, 2, 8))
     assert wide.length == 0
     assert tilewise.nn.Attention is Attention
+
+
+def test_a_call_that_is_refused_leaves_no_tokens():
+    layer = Attention(16, 2).eval()
+    cache = layer.new_cache(1, 8)
+    x = torch.randn(1, 3, 16)
+    with torch.no_grad():
+        layer(x, cache=cache, causal=True)
+        with pytest.raises(ValueError, match="window_size"):
+            layer(x, cache=cache, causal=True, window_size=(-1, 0))
+    assert cache.length == 3

@@ -165,9 +165,15 @@ class Attention(torch.nn.Module):
         if cu_seqlens is not None:
             out = attention_varlen(q, k, v, cu_seqlens, cu_seqlens, backend=self.backend, **fixed)
         else:
-            if cache is not None:
-                k, v = cache.append(k, v)
-            out = attention(q, k, v, backend=self.backend, **fixed)
+            before = 0 if cache is None else cache.length
+            try:
+                if cache is not None:
+                    k, v = cache.append(k, v)
+                out = attention(q, k, v, backend=self.backend, **fixed)
+            except ValueError:
+                if cache is not None:
+                    cache.length = before  # a call that was refused leaves no tokens
+                raise
         return self.o_proj(out.flatten(-2))
 
     def new_cache(self, batch: int, capacity: int, dtype: torch.dtype | None = None) -> KVCache:

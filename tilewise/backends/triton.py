@@ -4,9 +4,14 @@ What a kernel gets is made here from a Problem: the device twins of its values (
 sizes (tuning/config.py) and a grid. Nothing is read back from the device: lengths of packed sequences are
 looked up by the programs themselves.
 
-Two things are looser than on a CPU. A NaN or Inf in a key or value that some rows of a tile see may reach
-the other rows of that tile; one that no row sees reaches none. The backward pass rebuilds probabilities
-from a float32 lse, so gradients are exact to its resolution: about |lse| · 6e-8 relative.
+What is looser than on a CPU:
+
+- A NaN or Inf in a key or value that some rows of a tile see may reach the other rows of that tile; one
+  that no row sees reaches none.
+- The backward pass rebuilds probabilities from a float32 lse, so gradients are exact to its resolution:
+  about |lse| · 6e-8 relative. In float16, dS is rounded before it is multiplied, and may overflow.
+- Lengths of packed sequences that do not fit are clipped, since refusing them would mean to wait for the
+  device; keys without a column of mask or bias are hidden.
 """
 
 from __future__ import annotations
@@ -404,6 +409,8 @@ def _bias_gradient(
 def _by_column(problem: Problem, per_key: Tensor, columns: int) -> Tensor:
     """Shares of packed keys, (Hq, total_k), summed over the sequences: (Hq, columns)."""
     assert problem.packed is not None
+    if columns == 0:
+        return per_key.new_zeros(per_key.shape[0], 0)
     cu = problem.packed.cu_seqlens_k.long()
     tokens = torch.arange(per_key.shape[-1], device=per_key.device)
     sequence = torch.bucketize(tokens, cu[1:], right=True).clamp(max=max(0, cu.shape[0] - 2))

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from tilewise import dispatch
 from tilewise.arguments import dense_problem
@@ -40,11 +41,14 @@ class FlashAttentionTriton(torch.autograd.Function):
         backend = dispatch.backend(dispatch.choose(problem, "triton").backend)
         out, lse, _ = backend.forward(problem)
         O, L = out.squeeze(-2), lse.squeeze(-2)
+        # Under autocast the problem's dtype is not that of what came.
+        Q, K, V = (t.squeeze(-2) for t in problem[:3])
         ctx.save_for_backward(Q, K, V, O, L)
         ctx.is_causal = is_causal
         return O
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dO: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         Q, K, V, O, L = ctx.saved_tensors
         result = Result(O.unsqueeze(-2), L.unsqueeze(-2), L.new_empty(0))

@@ -356,7 +356,8 @@ def flash_attn_with_kvcache(
 
     Raises:
         ValueError: as tilewise.attention_paged; new tokens that do not fit; an input that requires grad
-            under grad mode; an argument that cannot be honoured. The cache is then as it was.
+            under grad mode; an argument that cannot be honoured. The cache is then as it was, unless
+            what is wrong is the number of a page of earlier tokens, which is looked at last.
 
     Example:
         >>> from tilewise.compat.flash_attn import flash_attn_with_kvcache
