@@ -58,6 +58,11 @@ NOT_HERE = ("Flex", "cuDNN", "efficient")
 WITHOUT = dict.fromkeys(NOT_HERE, "not here")
 
 
+def numbered(case: Case) -> gpu_cases.Inputs:
+    """Inputs that are the same in every run: the bench's are not."""
+    return gpu_cases.make_inputs(case, lambda *shape: torch.randn(shape, dtype=gpu_cases.DTYPE))
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _fa3() -> Iterator[None]:
     with fake_peers.fa3_operators():
@@ -115,7 +120,7 @@ def test_cases_are_those_of_the_record(sizes: gpu_cases.Sizes) -> None:
 @pytest.mark.parametrize("chosen", CASES, ids=str)
 def test_flops_are_those_of_visible_pairs(chosen: Case) -> None:
     pairs = 0
-    for sequence in spec.sequences(gpu_cases.random_inputs(chosen, CPU).problem(chosen)):
+    for sequence in spec.sequences(numbered(chosen).problem(chosen)):
         batch, rows, _, _ = sequence.problem.q.shape
         lo, hi = sequence.problem.interval(0, rows)
         pairs += batch * int((hi - lo).sum())
@@ -156,7 +161,7 @@ def by_autograd(chosen: Case, inputs: Inputs) -> dict[str, Tensor]:
 @pytest.mark.parametrize("chosen", CASES, ids=str)
 def test_the_formula_of_a_case(chosen: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_gpu, "BLOCK_SCORES", 300)  # several blocks of rows
-    inputs = gpu_cases.random_inputs(chosen, CPU)
+    inputs = numbered(chosen)
     samples = bench_gpu.formula(chosen, inputs)
     right = by_autograd(chosen, inputs)
     assert bench_gpu.error_of(samples, right) < 1e-5
@@ -175,7 +180,7 @@ def test_the_formula_of_a_case(chosen: Case, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_scale_that_is_wrong_by_a_hundredth_shows() -> None:
     chosen = Case("dense", 1, 512, 2, 2, 64)
-    inputs = gpu_cases.random_inputs(chosen, CPU)
+    inputs = numbered(chosen)
     samples = bench_gpu.formula(chosen, inputs)
     call = Side(lambda q, k, v: tilewise.attention(q, k, v, scale=1.01 / 8))
     timing = bench_gpu.checked(call, inputs, samples, "both")
@@ -189,7 +194,7 @@ def test_a_scale_that_is_wrong_by_a_hundredth_shows() -> None:
 
 def test_memory_that_results_may_get_is_poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = case("bias", "full")
-    inputs = gpu_cases.random_inputs(chosen, CPU)
+    inputs = numbered(chosen)
     filled: list[tuple[torch.Size, float]] = []
     full_like = torch.full_like
 
@@ -209,7 +214,7 @@ def test_memory_that_results_may_get_is_poisoned(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("chosen", CASES[2:14], ids=str)
 def test_sides_compute_the_case(chosen: Case) -> None:
-    inputs = gpu_cases.random_inputs(chosen, CPU)
+    inputs = numbered(chosen)
     samples = bench_gpu.formula(chosen, inputs)
     names = [name for name in (*chosen.peers, "math") if name not in NOT_HERE]
     if chosen.name not in ("dense", "GQA", "eager"):
@@ -240,7 +245,7 @@ def _traced_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ids=str,
 )
 def test_flex_computes_the_case(chosen: Case) -> None:
-    inputs = gpu_cases.random_inputs(chosen, CPU)
+    inputs = numbered(chosen)
     side = PEERS["Flex"](chosen, inputs)
     assert not side.compiled()
     samples = bench_gpu.formula(chosen, inputs)
