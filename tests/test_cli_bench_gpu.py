@@ -172,6 +172,9 @@ def test_the_formula_of_a_case(chosen: Case, monkeypatch: pytest.MonkeyPatch) ->
         spoiled = t.clone(memory_format=torch.contiguous_format)
         spoiled.view(-1)[t.numel() // 2] = math.nan  # wherever it is
         assert bench_gpu.error_of(samples, {name: spoiled}) == math.inf
+        last = t.clone()
+        last[-1][..., -1, :] = 0  # of the last entry's last head
+        assert bench_gpu.error_of(samples, {name: last}) > 1e-3
         for sample in samples:
             zeroed = t.clone()
             sample.of(name, zeroed).zero_()
