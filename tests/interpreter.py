@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from triton.runtime.jit import mangle_type
 
 import tilewise
 from tilewise.backends import triton as backend
@@ -25,6 +26,9 @@ def interpreted() -> Iterator[None]:
     How Triton runs its own functions is settled when it is imported, and how it runs our kernels when they
     are: both are imported anew, and what was there before is put back.
     """
+    # Triton's compiled part is shared, and keeps the classes that it finds when it is first asked for a
+    # type: they have to be those of the copy that compiles.
+    mangle_type(0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
         patch.setattr(backend, "_plans", {})  # which hold values of Triton's types
@@ -44,8 +48,8 @@ def interpreted() -> Iterator[None]:
 
 
 def _modules() -> dict[str, ModuleType]:
-    """Those of Triton and our kernels that are loaded, but for Triton's compiled part, which has no state
-    and cannot be loaded twice."""
+    """Those of Triton and our kernels that are loaded, but for Triton's compiled part, which cannot be
+    loaded twice."""
     return {
         name: module
         for name, module in sys.modules.items()
