@@ -5,6 +5,7 @@ import torch
 from inputs import cpu_backends
 
 import tilewise
+from tilewise import repeated
 from tilewise.backends import bands, flash, tiles
 
 
@@ -22,6 +23,7 @@ def small_tiles(monkeypatch):
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
+    repeated.forget()  # tests change what backends do
 
 
 @pytest.fixture(params=cpu_backends())
