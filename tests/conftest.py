@@ -2,7 +2,7 @@ import functools
 
 import pytest
 import torch
-from inputs import cpu_backends
+from inputs import cpu_backends, devices
 
 import tilewise
 from tilewise import repeated
@@ -24,6 +24,12 @@ def small_tiles(monkeypatch):
 def _seed():
     torch.manual_seed(0)
     repeated.forget()  # tests change what backends do
+
+
+@pytest.fixture(params=devices())
+def device(request):
+    """Tests of what PyTorch and others do around an operator run where tensors can be."""
+    return request.param
 
 
 @pytest.fixture(params=cpu_backends())
