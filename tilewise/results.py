@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
@@ -21,6 +22,15 @@ def result_shapes(problem: Problem) -> tuple[tuple[int, ...], tuple[int, ...]]:
     q = problem.q.shape
     out = (*q[:-1], problem.v.shape[-1])
     return out, (q[1], q[0]) if problem.packed is not None else (q[0], q[2], q[1])
+
+
+@functools.cache
+def nothing(device: torch.device, dtype: torch.dtype) -> Tensor:
+    """The lse_low of a backend that has none."""
+    with torch.inference_mode(
+        False
+    ):  # it is saved for a backward pass, whatever the first call was
+        return torch.empty(0, device=device, dtype=dtype)
 
 
 # Sums of products and scales up to here are far from float32's limits.
