@@ -5,7 +5,7 @@ import torch
 from inputs import cpu_backends
 
 import tilewise
-from tilewise.backends import bands, flash, tiles
+from tilewise.backends import bands, flash, products, tiles
 
 
 @pytest.fixture
@@ -16,6 +16,7 @@ def small_tiles(monkeypatch):
     for name in ("ROWS", "ROWS_IN_BAND"):
         monkeypatch.setattr(tiles, name, 16)
     monkeypatch.setattr(bands, "ROWS", 4)
+    monkeypatch.setattr(products, "CONVERTED", 256)
     monkeypatch.setattr(flash, "serves", lambda problem: False)
 
 
