@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 TABLES = Path(__file__).parent / "tables"
 OPERATIONS = ("forward", "queries", "keys", "bias")
 HOPPER_OPERATIONS = ("hopper_forward",)
@@ -35,7 +37,7 @@ class Key(NamedTuple):
     Attributes:
         operation: one of OPERATIONS or HOPPER_OPERATIONS; "queries" is the kernel of dq, "keys" that of
             dk and dv.
-        bits: of the dtype of q, k, v.
+        bits: of the dtype of q, k, v, see product_bits.
         head_dim: the power of two that holds the larger of D and Dv, at least 16.
         mask: "full", "band" (causal, window), or "general": anything that is looked at entry by entry
             (for Hopper's: logits that are more than scaled products).
@@ -51,6 +53,15 @@ class Key(NamedTuple):
 
 def mask_kind(banded: bool, general: bool) -> str:
     return "general" if general else "band" if banded else "full"
+
+
+def product_bits(dtype: torch.dtype, capability: int) -> int:
+    """The bits of a key on that compute capability (90 for 9.0; 0 is no NVIDIA GPU).
+
+    Before 8.0 Triton uses no tensor cores: what has 16 bits is multiplied as float32, by tiles of float32.
+    """
+    bits = 8 * dtype.itemsize
+    return max(bits, 32) if 0 < capability < 80 else bits
 
 
 def length_bucket(length: int) -> str:
