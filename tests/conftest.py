@@ -2,9 +2,10 @@ import functools
 
 import pytest
 import torch
-from inputs import cpu_backends
+from inputs import cpu_backends, devices
 
 import tilewise
+from tilewise import repeated
 from tilewise.backends import bands, flash, tiles
 
 
@@ -22,6 +23,13 @@ def small_tiles(monkeypatch):
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
+    repeated.forget()  # tests change what backends do
+
+
+@pytest.fixture(params=devices())
+def device(request):
+    """Tests of what PyTorch and others do around an operator run where tensors can be."""
+    return request.param
 
 
 @pytest.fixture(params=cpu_backends())

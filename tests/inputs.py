@@ -16,6 +16,11 @@ def cpu_backends() -> list[str]:
     return [name for name, module in BACKENDS.items() if not module.unsupported(problem)]
 
 
+def devices() -> list[str]:
+    """The CPU, and the GPU where there is one."""
+    return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+
+
 def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)

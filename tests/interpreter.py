@@ -13,7 +13,6 @@ import pytest
 from triton.runtime.jit import mangle_type
 
 import tilewise
-from tilewise.backends import triton as backend
 from tilewise.tuning.config import OPERATIONS, Config, override
 
 COPIED = ("triton", "tilewise.kernels", "bounds_probe")
@@ -31,7 +30,6 @@ def interpreted() -> Iterator[None]:
     mangle_type(0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
-        patch.setattr(backend, "_plans", {})  # which hold values of Triton's types
         patch.setattr(tilewise, "kernels", tilewise.kernels)
         before = _modules()
         for name in before:

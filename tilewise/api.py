@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from tilewise import dispatch, ops
+from tilewise import dispatch, ops, repeated
 from tilewise.arguments import dense_problem, packed_problem, paged_problem, problem_of
 from tilewise.spec import Problem
 
@@ -97,25 +97,37 @@ def attention(
         >>> tilewise.attention(q, k, v, causal=True, window_size=(31, 0)).shape
         torch.Size([2, 100, 8, 64])
     """
-    problem = dense_problem(
-        q,
-        k,
-        v,
-        causal=causal,
-        align=align,
-        window_size=window_size,
-        key_range=key_range,
-        mask=mask,
-        bias=bias,
-        alibi_slopes=alibi_slopes,
-        softcap=softcap,
-        scale=scale,
-        sinks=sinks,
-        dropout_p=dropout_p,
-        dropout_seed=dropout_seed,
-        deterministic=deterministic,
-    )
-    return _run(problem, return_lse, backend)
+    signature = None
+    if mask is key_range is bias is alibi_slopes is sinks is dropout_seed is None:
+        signature = repeated.signature(
+            *(q, k, v, dropout_p, window_size),
+            *(causal, align, softcap, scale, deterministic, backend),
+        )
+    settled = repeated.find(signature)
+    if settled is None:
+        problem = dense_problem(
+            q,
+            k,
+            v,
+            causal=causal,
+            align=align,
+            window_size=window_size,
+            key_range=key_range,
+            mask=mask,
+            bias=bias,
+            alibi_slopes=alibi_slopes,
+            softcap=softcap,
+            scale=scale,
+            sinks=sinks,
+            dropout_p=dropout_p,
+            dropout_seed=dropout_seed,
+            deterministic=deterministic,
+        )
+        if signature is None:
+            return _run(problem, return_lse, backend)
+        settled = repeated.settle(signature, problem, dispatch.choose(problem, backend).backend)
+    out, lse = repeated.attend(settled, q, k, v)
+    return (out, lse) if return_lse else out
 
 
 def attention_varlen(

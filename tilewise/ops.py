@@ -41,14 +41,14 @@ _ARGUMENTS = (
 
 def attend(problem: Problem, backend: str) -> tuple[Tensor, Tensor]:
     """out and lse of a problem, differentiable."""
-    if _numbers_only(problem.q, problem.k, problem.v, *_score_tensors(problem)):
+    if numbers_only(problem.q, problem.k, problem.v, *_score_tensors(problem)):
         out, lse, _ = _compute(problem, backend)
     else:
         out, lse, _ = torch.ops.tilewise.forward(*_flatten(problem, backend))
     return out, lse
 
 
-def _numbers_only(*tensors: Tensor | None) -> bool:
+def numbers_only(*tensors: Tensor | None) -> bool:
     """Whether no gradient, tangent, transform or tracing is at work: a backend may be called itself."""
     if torch.compiler.is_compiling():
         return False
@@ -58,7 +58,7 @@ def _numbers_only(*tensors: Tensor | None) -> bool:
     return all(
         t is None
         or (
-            _holds_numbers(t)
+            holds_numbers(t)
             and not (grad and t.requires_grad)
             and not (duals and forward_ad.unpack_dual(t).tangent is not None)
         )
@@ -66,7 +66,7 @@ def _numbers_only(*tensors: Tensor | None) -> bool:
     )
 
 
-def _holds_numbers(t: Tensor) -> bool:
+def holds_numbers(t: Tensor) -> bool:
     """Whether t's memory holds its numbers: no subclass, fake, meta or (as in is_grads_batched) batched
     tensor, none with a pending minus sign."""
     return (
@@ -74,6 +74,14 @@ def _holds_numbers(t: Tensor) -> bool:
         and (t.is_cpu or t.is_cuda)
         and not (t.is_neg() or t._is_zerotensor() or _legacy_batched(t))
     )
+
+
+def gradients(
+    problem: Problem, backend: str, result: Result, dout: Tensor, dlse: Tensor | None
+) -> tuple[Tensor, ...]:
+    """dq, dk and dv, differentiable."""
+    arguments = _flatten(problem, backend)
+    return torch.ops.tilewise.backward(dout, dlse, *result, False, *arguments)[:3]
 
 
 def _score_tensors(problem: Problem) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -188,7 +196,7 @@ def _forward_vjp(
     if dout is None:
         dout = torch.zeros_like(out)
     arguments = (dout, dlse, out, lse, lse_low, needed[3], *tensors, *ctx.options)
-    if _numbers_only(dout, dlse, *tensors[:_DIFFERENTIABLE]):
+    if numbers_only(dout, dlse, *tensors[:_DIFFERENTIABLE]):
         grads = _backward(*arguments)
     else:
         grads = torch.ops.tilewise.backward(*arguments)
@@ -290,7 +298,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-        if _numbers_only(*arguments[:_DIFFERENTIABLE]):
+        if numbers_only(*arguments[:_DIFFERENTIABLE]):
             return _forward(*arguments)
         with torch._C._AutoDispatchBelowAutograd():
             return torch.ops.tilewise.forward(*arguments)

@@ -20,7 +20,6 @@ import functools
 import importlib.util
 import math
 import os
-from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +35,6 @@ from tilewise.tuning.config import (
     config_for,
     length_bucket,
     mask_kind,
-    overridden,
     product_bits,
 )
 
@@ -157,7 +155,7 @@ def backward(
         "sinks": None if s.sinks is None else torch.empty_like(lse),
     }
     if dq.numel():
-        plan = _planned(problem, "queries", dout)
+        plan = _planned(problem, "queries")
         given = {name: None if t is None else twins.lines(t) for name, t in sums.items()}
         wanted = constexpr(any(t is not None for t in sums.values()))
         rows = kernels.Sums(
@@ -171,7 +169,7 @@ def backward(
         shape = (*lse.shape[:-1], k.shape[0 if problem.packed else 1])
         key_sums = lse.new_empty(shape)
     if dk.numel():
-        plan = _planned(problem, "keys", dout)
+        plan = _planned(problem, "keys")
         lines = None if key_sums is None else twins.lines(key_sums)
         tmas = _tmas(problem, plan.chosen.block_q, q, dout)
         arguments = (*operands, *tmas, twins.tokens(dk), twins.tokens(dv), lines)
@@ -203,51 +201,19 @@ class _Plan(NamedTuple):
     chosen: Config
     spec: Any
     tile: Any
-    key: Hashable
 
 
-_plans: dict[Hashable, _Plan] = {}
-_MOST_PLANS = 4096
-
-
-def _planned(problem: Problem, operation: str, *others: Tensor) -> _Plan:
-    """The plan of the kernel of an operation that reads `others` beside q, k and v."""
-    key = _key(problem, operation, *others)
-    plan = None if key is None else _plans.get(key)
-    if plan is None:
-        chosen = _config(problem, operation)
-        own_keys = operation == "keys"
-        tiles = _tiles(problem, chosen.block_k if own_keys else chosen.block_q, own_keys)
-        heads = problem.k.shape[-2] if own_keys else problem.q.shape[-2]
-        spec, tile = twins.spec(problem), _tile(problem, chosen)
-        plan = _Plan(tiles * heads, chosen, spec, tile, key)
-        if key is not None:
-            if len(_plans) >= _MOST_PLANS:
-                _plans.clear()
-            _plans[key] = plan
-    return plan
-
-
-def _key(problem: Problem, operation: str, *others: Tensor) -> Hashable:
-    """What a plan and its compiled kernel depend on, where q, k, v and others are the only tensors.
-    None elsewhere, and where tiles are overridden."""
-    s = problem.scores
-    if (
-        not (s.bias is None and s.mask is None and s.alibi_slopes is None and s.sinks is None)
-        or not (problem.key_range is None and problem.dropout is None and problem.packed is None)
-        or overridden()
-    ):
-        return None
-    tensors = (problem.q, problem.k, problem.v, *others)
-    layout = tuple((t.shape, t.stride(), t.data_ptr() % 16) for t in tensors)
-    numbers = (problem.band, s.scale, s.softcap, _precision(problem.q))
-    return (operation, layout, problem.q.dtype, problem.q.device, *numbers)
+def _planned(problem: Problem, operation: str) -> _Plan:
+    chosen = _config(problem, operation)
+    own_keys = operation == "keys"
+    tiles = _tiles(problem, chosen.block_k if own_keys else chosen.block_q, own_keys)
+    heads = problem.k.shape[-2] if own_keys else problem.q.shape[-2]
+    return _Plan(tiles * heads, chosen, twins.spec(problem), _tile(problem, chosen))
 
 
 def _launch(kernel: Any, plan: _Plan, *arguments: Any) -> None:
     options = {"num_warps": plan.chosen.num_warps, "num_stages": plan.chosen.num_stages}
-    device = arguments[0].data.device
-    launch(kernel, plan.programs, device, *arguments, key=plan.key, **options)
+    launch(kernel, plan.programs, arguments[0].data.device, *arguments, **options)
 
 
 def _config(problem: Problem, operation: str) -> Config:
@@ -282,8 +248,6 @@ def _delta(kernel: Any, out: Tensor, dout: Tensor, dlse: Tensor | None, delta: T
     width = twins.power_of_two(out.shape[-1])
     block = max(8, min(64, 8192 // width))
     programs = -(-rows // block) * delta.numel() // rows
-    tensors = [t for t in (out, dout, dlse) if t is not None]
-    layout = tuple((t.shape, t.stride(), t.dtype, t.data_ptr() % 16) for t in tensors)
     launch(
         kernel,
         programs,
@@ -291,7 +255,6 @@ def _delta(kernel: Any, out: Tensor, dout: Tensor, dlse: Tensor | None, delta: T
         *(twins.tokens(out), twins.tokens(dout)),
         *(None if dlse is None else twins.lines(dlse), twins.lines(delta)),
         *(rows, heads, out.shape[-1], block, width),
-        key=("delta", layout, out.device),
     )
 
 

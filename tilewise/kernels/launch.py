@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
 import torch
+
+from tilewise.kernels.replay import note
 
 _compiled: ContextVar[list[Any] | None] = ContextVar("compiled", default=None)
 
@@ -23,39 +25,16 @@ def compiled_only() -> Iterator[list[Any]]:
         _compiled.reset(token)
 
 
-# Compiled kernels by what the caller says that they depend on. Past this many, all are forgotten.
-_ready: dict[Hashable, Any] = {}
-_MOST_READY = 4096
-
-
 def launch(
-    kernel: Any,
-    programs: int,
-    device: torch.device,
-    *arguments: Any,
-    key: Hashable = None,
-    **options: Any,
+    kernel: Any, programs: int, device: torch.device, *arguments: Any, **options: Any
 ) -> None:
-    """Runs so many programs of a kernel on the current stream of a device.
-
-    Triton looks at every argument to find the compiled kernel, which takes longer than a small kernel runs.
-    A `key` tells it at once: equal keys promise equal arguments but for the addresses of tensors, and those
-    equal modulo 16.
-    """
+    """Runs so many programs of a kernel on the current stream of a device."""
     compiled = _compiled.get()
     if compiled is not None:
         compiled.append(kernel.warmup(*arguments, grid=(programs,), **options))
         return
     with current(device):
-        ready = None if key is None else _ready.get(key)
-        if ready is not None:
-            ready[(programs, 1, 1)](*arguments)
-            return
-        ready = kernel[(programs,)](*arguments, **options)
-    if key is not None and ready is not None:  # the interpreter gives None
-        if len(_ready) >= _MOST_READY:
-            _ready.clear()
-        _ready[key] = ready
+        note(kernel[(programs,)](*arguments, **options), programs, arguments)
 
 
 def current(device: torch.device) -> AbstractContextManager[Any]:
