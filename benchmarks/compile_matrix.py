@@ -17,7 +17,7 @@ from pathlib import Path
 
 from tilewise.tuning import search
 from tilewise.tuning.compiling import cuda_target
-from tilewise.tuning.config import MASKS, OPERATIONS, Key, heuristic
+from tilewise.tuning.config import MASKS, OPERATIONS, Config, Key, heuristic, product_bits
 from tilewise.tuning.workers import cores, start_worker
 
 COLUMNS = ("arch", *Key._fields, "config", "registers", "shared", "spilled", "seconds", "error")
@@ -25,14 +25,25 @@ COLUMNS = ("arch", *Key._fields, "config", "registers", "shared", "spilled", "se
 
 def compiled(job: tuple[int, Key]) -> list[object]:
     arch, key = job
-    config = heuristic(key)
     start = time.perf_counter()
-    report = search.compiled(key, config, cuda_target(arch))
+    report = search.compiled(key, config_of(arch, key), cuda_target(arch))
     seconds = round(time.perf_counter() - start, 1)
-    tile = f"{config.block_q}x{config.block_k} w{config.num_warps} s{config.num_stages}"
     if isinstance(report, str):
-        return [arch, *key, tile, "", "", "", seconds, report]
-    return [arch, *key, tile, report.registers, report.shared, report.spilled, seconds, ""]
+        return [*identity(arch, key), "", "", "", seconds, report]
+    needs = (report.registers, report.shared, report.spilled)
+    return [*identity(arch, key), *needs, seconds, ""]
+
+
+def identity(arch: int, key: Key) -> tuple[str, ...]:
+    """The first columns of a row: what need not be compiled again."""
+    c = config_of(arch, key)
+    tile = f"{c.block_q}x{c.block_k} w{c.num_warps} s{c.num_stages}"
+    return (str(arch), *map(str, key), tile)
+
+
+def config_of(arch: int, key: Key) -> Config:
+    bits = product_bits(search.DTYPES[key.bits], arch)
+    return heuristic(key._replace(bits=bits))
 
 
 def main() -> None:
@@ -65,13 +76,6 @@ def main() -> None:
             writer.writerow(row)
             file.flush()
             print(f"[{number}/{len(jobs)}]", *row, flush=True)
-
-
-def identity(arch: int, key: Key) -> tuple[str, ...]:
-    """The first columns of a row: equal ones need not be compiled again."""
-    config = heuristic(key)
-    tile = f"{config.block_q}x{config.block_k} w{config.num_warps} s{config.num_stages}"
-    return (str(arch), *map(str, key), tile)
 
 
 if __name__ == "__main__":

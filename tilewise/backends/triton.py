@@ -35,6 +35,7 @@ from tilewise.tuning.config import (
     config_for,
     length_bucket,
     mask_kind,
+    product_bits,
 )
 
 SPLITS_LSE = False
@@ -217,7 +218,7 @@ def _config(problem: Problem, operation: str) -> Config:
         hints = (problem.packed.max_seqlen_q, problem.packed.max_seqlen_k)
         length = max(q.shape[0] if n is None else n for n in hints)
     width = max(twins.power_of_two(q.shape[-1]), twins.power_of_two(v.shape[-1]))
-    kind, bits = mask_kind(banded, general), 8 * q.element_size()
+    kind, bits = mask_kind(banded, general), product_bits(q.dtype, _architecture(q.device))
     return config_for(_name(q.device), Key(operation, bits, width, kind, length_bucket(length)))
 
 
@@ -274,7 +275,7 @@ def _precision(q: Tensor) -> str:
 
 def _architecture(device: torch.device) -> int:
     """The compute capability, 90 for 9.0; 0 where there is none."""
-    if interpreted():
+    if interpreted() or device.type == "meta":
         return 0
     if device.type == "cuda":
         return _capability(device)

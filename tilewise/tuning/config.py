@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 TABLES = Path(__file__).parent / "tables"
 OPERATIONS = ("forward", "queries", "keys", "bias")
 HOPPER_OPERATIONS = ("hopper_forward",)
@@ -35,7 +37,7 @@ class Key(NamedTuple):
     Attributes:
         operation: one of OPERATIONS or HOPPER_OPERATIONS; "queries" is the kernel of dq, "keys" that of
             dk and dv.
-        bits: of the dtype of q, k, v.
+        bits: of the dtype of q, k, v, see product_bits.
         head_dim: the power of two that holds the larger of D and Dv, at least 16.
         mask: "full", "band" (causal, window), or "general": anything that is looked at entry by entry
             (for Hopper's: logits that are more than scaled products).
@@ -51,6 +53,15 @@ class Key(NamedTuple):
 
 def mask_kind(banded: bool, general: bool) -> str:
     return "general" if general else "band" if banded else "full"
+
+
+def product_bits(dtype: torch.dtype, capability: int) -> int:
+    """The bits of a key on that compute capability (90 for 9.0; 0 is no NVIDIA GPU).
+
+    Before 8.0 Triton uses no tensor cores: what has 16 bits is multiplied as float32, by tiles of float32.
+    """
+    bits = 8 * dtype.itemsize
+    return max(bits, 32) if 0 < capability < 80 else bits
 
 
 def length_bucket(length: int) -> str:
@@ -125,8 +136,22 @@ def write_table(path: Path, configs: dict[Key, Config], about: dict[str, str]) -
     path.write_text(f'{{"about": {json.dumps(about)},\n"configs": [\n{lines}\n]}}\n')
 
 
+# For head dims up to 64, 128, 256 and 512.
+_BY_WIDTH = {
+    (16, "forward"): ((128, 64, 4, 3), (128, 64, 8, 2), (64, 32, 4, 2), (32, 32, 8, 1)),
+    (16, "queries"): ((64, 64, 4, 2), (64, 64, 4, 1), (32, 32, 4, 1), (16, 16, 8, 1)),
+    (16, "keys"): ((32, 64, 4, 2), (32, 64, 4, 1), (32, 32, 4, 1), (16, 16, 8, 1)),
+    (16, "bias"): ((64, 64, 4, 1), (32, 64, 4, 1), (16, 32, 4, 1), (16, 16, 8, 1)),
+    (32, "forward"): ((64, 32, 4, 2), (32, 32, 4, 2), (16, 16, 4, 1), (16, 16, 8, 1)),
+    (32, "queries"): ((32, 32, 4, 2), (32, 16, 4, 1), (16, 16, 4, 1), (16, 16, 8, 1)),
+    (32, "keys"): ((32, 32, 4, 2), (32, 16, 4, 1), (16, 16, 4, 1), (16, 16, 8, 1)),
+    (32, "bias"): ((16, 32, 4, 1), (16, 16, 4, 1), (16, 16, 4, 1), (16, 16, 8, 1)),
+}
+
+
 def heuristic(key: Key) -> Config:
-    """What a device of unknown name gets: tiles that fit 64 KB of shared memory with 16-bit operands."""
+    """What a device without a table gets: tiles that fit the 99 KB of shared memory of most GPUs and keep
+    to registers. Wide ones of float32 and float64 do neither, whatever the tile."""
     if key.operation == "hopper_forward":
         # Four warps load, and each 64 rows have four. A third 64 leave each thread fewer registers.
         if key.head_dim <= 64 and (
@@ -135,19 +160,9 @@ def heuristic(key: Key) -> Config:
             return Config(192, 128, 16, 2)
         return Config(128, 128 if key.head_dim <= 128 else 64, 12, 2)
     if key.bits == 64:
-        side = 32 if key.head_dim <= 128 else 16
+        side = 32 if key.head_dim <= 64 else 16
         return Config(side, side, 4, 1)
-    if key.bits == 32:
-        side = 64 if key.head_dim <= 64 else 32 if key.head_dim <= 256 else 16
-        return Config(side, 32 if side > 32 else side, 4, 2 if key.head_dim <= 128 else 1)
-    if key.operation == "forward":
-        if key.head_dim <= 64:
-            return Config(128, 64, 4, 3)
-        if key.head_dim <= 128:
-            return Config(128, 64, 8, 2)
-        return Config(64, 32, 4 if key.head_dim <= 256 else 8, 2 if key.head_dim <= 256 else 1)
-    if key.head_dim <= 64:
-        return Config(64, 64, 4, 2)
-    if key.head_dim <= 128:
-        return Config(64, 64, 4, 1)
-    return Config(32, 32, 4 if key.head_dim <= 256 else 8, 1)
+    if key[:4] == ("forward", 16, 64, "general"):
+        return Config(128, 64, 8, 2)
+    by_width = _BY_WIDTH[key.bits, key.operation]
+    return Config(*by_width[max(0, (key.head_dim - 1).bit_length() - 6)])
