@@ -10,7 +10,8 @@ import torch
 from inputs import cumulative, draw, draw_qkv, draw_tokens
 from torch import Tensor
 
-from tilewise.compat import flash_attn, flash_attn_3, kvcache
+from tilewise.compat import bert_padding, flash_attn, flash_attn_3, kvcache
+from tilewise.compat.course import FlashAttentionTriton
 
 torch.set_num_threads(1)
 
@@ -229,3 +230,57 @@ def test_what_fails_late_leaves_no_trace(call: str, monkeypatch: pytest.MonkeyPa
 
 def refuse(*_: Any, **__: Any) -> Any:
     raise MemoryError("no memory")
+
+
+# Padding, and the course's Triton function.
+
+BATCH, MASK = draw(2, 3, 4), torch.tensor([[1, 1, 0], [1, 0, 0]])
+TOKENS, INDICES = draw(3, 4), torch.tensor([0, 1, 3])
+MASKS: tuple[Any, ...] = (MASK.tolist(), MASK[0], MASK[:1], MASK[:, :2], MASK[None], 2 * MASK)
+MASKS += (MASK - 1, MASK * 0.5, MASK.to("meta"))
+PADDING: dict[str, tuple[Arguments, dict[str, tuple[Any, ...]]]] = {
+    "unpad_input": (
+        {"hidden_states": BATCH, "attention_mask": MASK},
+        {
+            "hidden_states": (BATCH.tolist(), None, BATCH[0, 0], BATCH[:1], BATCH[:, :2]),
+            "attention_mask": (*MASKS, None),
+            "unused_mask": (*MASKS, MASK),
+        },
+    ),
+    "pad_input": (
+        {"hidden_states": TOKENS, "indices": INDICES, "batch": 2, "seqlen": 3},
+        {
+            "hidden_states": (TOKENS.tolist(), None, TOKENS[0, 0], TOKENS[:2]),
+            "indices": (
+                *(INDICES.tolist(), None, INDICES[:2], INDICES.double(), INDICES[None]),
+                *(INDICES + 3, INDICES - 5, INDICES.to("meta")),
+            ),
+            "batch": (-1, "2", 2.0, True, 0),
+            "seqlen": (-1, "3", 3.0, 1),
+        },
+    ),
+}
+# Where it is only seen that they do not go together.
+OF_BOTH = {"hidden_states": "_mask|indices", "batch": "indices", "seqlen": "indices"}
+
+
+@pytest.mark.parametrize("name", PADDING)
+def test_padding(name: str) -> None:
+    good, wrong_ones = PADDING[name]
+    function = getattr(bert_padding, name)
+    function(**good)
+    for argument, values in wrong_ones.items():
+        for value in values:
+            match = f"{argument}|values|{OF_BOTH.get(argument, argument)}"
+            with pytest.raises(ValueError, match=match):
+                function(**{**good, argument: value})
+
+
+def test_operands_of_a_course() -> None:
+    good = draw(2, 5, 16)
+    for place, name in enumerate("QKV"):
+        for value in ([1.0], None, good[0], good[None], torch.tensor(1.0)):
+            given = [good, good, good]
+            given[place] = value
+            with pytest.raises(ValueError, match=rf"{name} must be a tensor \(batch, n, d\), got"):
+                FlashAttentionTriton.apply(*given, True)
