@@ -148,13 +148,19 @@ def flash_attn_qkvpacked_func(
 ) -> Any:
     """`flash_attn_func` of qkv (B, S, 3, H, D), or of (B, S, Hq + 2 Hkv, D) with num_heads_q = Hq.
 
+    num_heads_q may be given with the first too: it is H.
+
     Example:
         >>> from tilewise.compat.flash_attn import flash_attn_qkvpacked_func
         >>> flash_attn_qkvpacked_func(torch.randn(2, 9, 3, 8, 64), causal=True).shape
         torch.Size([2, 9, 8, 64])
     """
-    if num_heads_q is None:
+    if num_heads_q is None or (isinstance(qkv, Tensor) and qkv.ndim == 5):
         q, k, v = _unpacked("qkv", qkv, "(B, S, 3, H, D)")
+        if num_heads_q is not None and not (is_count(num_heads_q) and num_heads_q == q.shape[2]):
+            raise ValueError(
+                f"num_heads_q must be the H of qkv (B, S, 3, H, D), {q.shape[2]}, got {num_heads_q!r}"
+            )
     else:
         check_tensor("qkv", qkv, "(B, S, Hq + 2 Hkv, D) where num_heads_q is given")
         heads_k, rest = divmod(qkv.shape[2] - num_heads_q, 2) if is_count(num_heads_q) else (0, 1)
