@@ -307,6 +307,8 @@ def test_the_model_writes_the_same_with_tilewise(monkeypatch: pytest.MonkeyPatch
     result = demo("--only", "5")
     assert result.exit_code == 0, result.output
     assert_plain(result.output)
+    # Where no bar shows, a line says that it has begun.
+    assert messages.message(messages.Language.EN, "model.starts") in " ".join(result.output.split())
     layers = 30
     assert calls[:layers] == [((1, 9, 150, 64), (1, 3, 150, 64))] * layers
     assert calls[layers:] == [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -56,6 +58,52 @@ def test_bad_input_is_one_line(command: str, options: str, complaint: str) -> No
     assert output.startswith("tilewise: ")
     assert complaint in output
     assert output.count("\n") == 1
+
+
+@pytest.mark.parametrize("line", ["", "bench"])
+def test_no_command_is_a_wish_for_help(line: str) -> None:
+    code, output = run(line)
+    assert code == 0
+    assert output.count("Usage: ") == 1
+    assert "Commands" in output
+
+
+@pytest.mark.parametrize("command", ["demo", "doctor", "tune", "bench gpu", "bench cpu"])
+def test_paragraphs_of_a_help_fill_their_lines(command: str) -> None:
+    """A line of a paragraph ends where the next word would not fit."""
+    code, output = run(f"{command} --help")
+    assert code == 0
+    text = output[: output.index("╭")].splitlines()
+    for line, after in itertools.pairwise(text):
+        if line.strip() and after.strip():
+            assert len(f"{line.rstrip()} {after.split()[0]} ") > 100, line
+
+
+def test_a_backend_that_cannot_serve_is_no_call_to_count() -> None:
+    assert run("cost --backend tiled") == run("cost")
+    for backend, reason in (("hopper", "capability 9.0"), ("fastest", "'fastest'")):
+        code, output = run(f"cost --backend {backend}")
+        assert code == 2
+        assert reason in output
+        q = torch.empty(1, 8, 2, 16)
+        with pytest.raises(ValueError, match=reason):
+            tilewise.cost(q, q, q, backend=backend)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ("--window 5,0", "window"),
+        ("--causal --kv-seqlen 5000", "causal, lengths differ"),
+        ("--value-dim 32", "Dv is not D"),
+        ("--dtype float64", "float64"),
+        ("--kv-seqlen 7", "few keys"),
+    ],
+)
+def test_why_not_pytorchs_kernel(options: str, reason: str) -> None:
+    code, output = run(f"explain {options}")
+    assert code == 0
+    assert f"PyTorch's kernel=no ({reason})" in output
 
 
 def test_unknown_backend() -> None:

@@ -45,7 +45,7 @@ def test_all_is_well() -> None:
     assert "kernel=" in output or "product=" in output
     assert output.count(f" {FEW}/{FEW} ") >= len(cpu_backends()) * len(doctor.DTYPES)
     for name in set(BACKENDS) - set(cpu_backends()):
-        assert f"{name} on cpu: does not work\n  - " in output
+        assert f"{name} on cpu: needs a GPU\n  - " in output
         assert f"{name} on cpu, " not in output
     if not torch.cuda.is_available():
         assert "no CUDA device" in output
@@ -171,3 +171,14 @@ def test_a_broken_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_used(rms: tuple[float, float], largest: tuple[float, float], share: float) -> None:
     assert doctor.used(Verdict("out", True, *rms, *largest)) == share
+
+
+def test_a_verdict_says_what_was_allowed_where_something_was() -> None:
+    inf = float("inf")
+    assert (
+        str(Verdict("out", True, 1, 2, 3, inf)) == "out: ok, rms 1.00e+00 of 2.00e+00, max 3.00e+00"
+    )
+    assert (
+        str(Verdict("dq", False, 1, inf, 3, 2))
+        == "dq: WRONG, rms 1.00e+00, max 3.00e+00 of 2.00e+00"
+    )

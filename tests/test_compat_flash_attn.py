@@ -380,6 +380,11 @@ def test_qkv_of_grouped_heads(module):
     for wrong in (3, 8, 9):
         with pytest.raises(ValueError, match="num_heads_q"):
             module.flash_attn_qkvpacked_func(qkv, num_heads_q=wrong)
+    side_by_side = draw(2, 9, 3, 4, 8)
+    out = module.flash_attn_qkvpacked_func(side_by_side, num_heads_q=4)
+    close(out, module.flash_attn_qkvpacked_func(side_by_side))
+    with pytest.raises(ValueError, match="num_heads_q"):
+        module.flash_attn_qkvpacked_func(side_by_side, num_heads_q=2)
 
 
 def chunk_mask(sq: int, sk: int, size: int) -> Tensor:

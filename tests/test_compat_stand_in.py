@@ -4,6 +4,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -150,6 +151,70 @@ def test_a_real_one_that_was_imported_stays(installed, real, monkeypatch):
         assert module.__version__ == "2.7.4"
     finally:
         del sys.modules["flash_attn"]
+
+
+@pytest.mark.parametrize("name", ["flash_attn.py", "flash_attn.cpython-312-x86_64-linux-gnu.so"])
+def test_a_module_of_one_file_is_never_put_aside(name, tmp_path, monkeypatch):
+    """A package in the same directory would come before it, and one behind it would not be found."""
+    (tmp_path / name).write_text("__version__ = '1.0'\n")
+    with pytest.raises(RuntimeError, match=name):
+        stand_in.install_shim(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == [name]
+    if name.endswith(".py"):
+        monkeypatch.syspath_prepend(str(tmp_path))
+        with pytest.raises(RuntimeError, match=name):
+            flash_attn.install()
+        with pytest.raises(RuntimeError, match=name):
+            stand_in.install_shim(tmp_path / "other")
+        assert not (tmp_path / "other").exists()
+        assert str(stand_in.SITE) not in sys.path
+    with pytest.raises(RuntimeError, match="no flash_attn in"):
+        stand_in.uninstall_shim(tmp_path)
+
+
+def test_a_module_that_somebody_made_is_never_put_aside(monkeypatch):
+    made = ModuleType("flash_attn")
+    monkeypatch.setitem(sys.modules, "flash_attn", made)
+    with pytest.raises(RuntimeError, match=r"sys\.modules"):
+        flash_attn.install()
+    assert sys.modules["flash_attn"] is made
+
+
+@pytest.mark.parametrize("name", ["flash_attn-2.8.3.dist-info", "flash_attn-2.7.0.dist-info"])
+def test_metadata_of_a_real_one_is_left_alone(name, tmp_path):
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "METADATA").write_text("Name: flash-attn\n")
+    with pytest.raises(RuntimeError, match=name):
+        stand_in.install_shim(tmp_path)
+    with pytest.raises(RuntimeError, match=f"{name}|no flash_attn in"):
+        stand_in.uninstall_shim(tmp_path)
+    assert [str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*")] == [name, f"{name}/METADATA"]
+
+
+@pytest.mark.parametrize("lost", NAMES)
+def test_what_is_left_of_the_stand_in_is_removed(lost, tmp_path):
+    stand_in.install_shim(tmp_path)
+    shutil.rmtree(tmp_path / lost)
+    stand_in.main(["uninstall-shim", "--target", str(tmp_path)])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_stand_in_goes_although_a_real_one_is_elsewhere(real, tmp_path, monkeypatch):
+    place = tmp_path / "ours"
+    stand_in.install_shim(place)
+    monkeypatch.syspath_prepend(str(real))
+    stand_in.uninstall_shim(place)
+    assert list(place.iterdir()) == []
+    assert (real / "flash_attn").exists()
+
+
+def test_a_place_that_cannot_be_written_to(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    for command in ("install-shim", "uninstall-shim"):
+        with pytest.raises(SystemExit) as left:
+            stand_in.main([command, "--target", str(tmp_path / "file")])
+        assert left.value.code == 1
+        assert "file" in capsys.readouterr().err
 
 
 def test_there_may_be_nothing_to_uninstall(tmp_path):

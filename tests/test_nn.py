@@ -259,7 +259,11 @@ def test_what_it_says_of_itself() -> None:
     ("changes", "message"),
     [
         ({"num_kv_heads": 4}, "num_kv_heads must divide num_heads = 6, got 4"),
-        ({"num_kv_heads": 0}, "num_kv_heads must divide num_heads = 6, got 0"),
+        *(
+            ({name: size}, f"{name} must be an int of at least 1, got")
+            for name in ("num_kv_heads", "head_dim")
+            for size in (0, -2, 2.0, "4", True)
+        ),
         ({"rotary": "whole"}, "rotary must be"),
         ({"rotary": "half", "head_dim": 5}, "head_dim must be even"),
         ({"align": "top-left"}, "align is no option"),
@@ -276,7 +280,19 @@ def test_constructor_errors(changes: dict[str, Any], message: str) -> None:
 def test_errors() -> None:
     with pytest.raises(ValueError, match="num_heads must divide embed_dim = 10"):
         Attention(10, 3)
+    for sizes in ((0, 1), (24, 0), (24.0, 2), (24, True)):
+        with pytest.raises(ValueError, match="must be an int of at least 1"):
+            Attention(*sizes)
     layer, x, cu = module(), draw(2, 5, WIDTH), torch.tensor([0, 5])
+    for given in ([1.0], None, 3):
+        with pytest.raises(ValueError, match=r"x must have shape .* got (list|NoneType|int)"):
+            layer(given)
+        if given is not None:
+            with pytest.raises(ValueError, match=r"cache must be a KVCache .* got (list|int)"):
+                layer(x, cache=given)
+    for batch, capacity in ((-1, 3), (1, -1), (1, 2.5), (True, 1)):
+        with pytest.raises(ValueError, match=r"(batch|capacity) must be an int of at least 0"):
+            layer.new_cache(batch, capacity)
     with pytest.raises(ValueError, match=r"x must have shape \(B, S, embed_dim\)"):
         layer(x[0])
     with pytest.raises(ValueError, match=r"x must have shape \(total, embed_dim\) with cu_seqlens"):

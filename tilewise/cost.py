@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tilewise.api import problem_of
+from tilewise.dispatch import choose
 from tilewise.results import accumulation_dtype
 from tilewise.spec import Problem, rows_of, sequences
 
@@ -127,8 +128,8 @@ def cost(
         A Cost, which prints as a table; numbers are for all batch entries and heads.
 
     Raises:
-        ValueError: as the call would; a size below 1; a mask, a range or lengths without values
-            (on the meta device).
+        ValueError: as the call would, also where `backend` cannot serve; a size below 1; a mask, a range
+            or lengths without values (on the meta device).
 
     Example:
         >>> q = k = v = torch.empty(1, 4096, 8, 64, dtype=torch.bfloat16, device="meta")
@@ -140,11 +141,13 @@ def cost(
     for name, size in (("block_q", block_q), ("block_k", block_k), ("sram_bytes", sram_bytes)):
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ValueError(f"{name} must be an int of at least 1, got {size!r}")
-    for name in ("return_lse", "backend"):
-        arguments.pop(name, None)
+    arguments.pop("return_lse", None)
+    backend = arguments.pop("backend", None)
     if arguments.get("dropout_seed") is None:
         arguments["dropout_seed"] = 0  # nothing is dropped here: do not draw from the generator
     problem = problem_of(q, k, v, **arguments)
+    if backend is not None:
+        choose(problem, backend)
     counts = [_count(s.problem, block_q, block_k) for s in sequences(_without_data(problem))]
     n = _Count(*map(sum, zip(*counts, strict=True))) if counts else _Count()
 

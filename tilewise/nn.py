@@ -78,7 +78,9 @@ class Attention(torch.nn.Module):
     ) -> None:
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        if num_kv_heads < 1 or num_heads % num_kv_heads:
+        sizes = {"embed_dim": embed_dim, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
+        _check_sizes(sizes if head_dim is None else {**sizes, "head_dim": head_dim}, least=1)
+        if num_heads % num_kv_heads:
             raise ValueError(
                 f"num_kv_heads must divide num_heads = {num_heads}, got {num_kv_heads}"
             )
@@ -140,11 +142,12 @@ class Attention(torch.nn.Module):
         """
         _check_options(options)
         ndim = 3 if cu_seqlens is None else 2
-        if x.ndim != ndim or x.shape[-1] != self.embed_dim:
+        if not isinstance(x, Tensor) or x.ndim != ndim or x.shape[-1] != self.embed_dim:
             wanted = "(B, S, embed_dim)" if ndim == 3 else "(total, embed_dim) with cu_seqlens"
-            raise ValueError(
-                f"x must have shape {wanted}, embed_dim = {self.embed_dim}, got {tuple(x.shape)}"
-            )
+            got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"x must have shape {wanted}, embed_dim = {self.embed_dim}, got {got}")
+        if cache is not None and not isinstance(cache, KVCache):
+            raise ValueError(f"cache must be a KVCache (new_cache), got {type(cache).__name__}")
         if cache is not None and cu_seqlens is not None:
             raise ValueError("cache serves rows of one sequence each: it cannot have cu_seqlens")
         q = self.q_norm(self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim)))
@@ -178,6 +181,7 @@ class Attention(torch.nn.Module):
 
     def new_cache(self, batch: int, capacity: int, dtype: torch.dtype | None = None) -> KVCache:
         """An empty cache for rows of up to `capacity` tokens; dtype None is the parameters'."""
+        _check_sizes({"batch": batch, "capacity": capacity}, least=0)
         weight = self.k_proj.weight
         shape = (batch, capacity, self.num_kv_heads, self.head_dim)
         k, v = (weight.detach().new_zeros(shape, dtype=dtype) for _ in range(2))
@@ -265,6 +269,12 @@ def rotate(x: Tensor, positions: Tensor, base: float = 10000.0, pairs: str = "ha
         a, b = x.to(dtype).chunk(2, -1)
         turned = torch.cat((a * cos - b * sin, a * sin + b * cos), -1)
     return turned.to(x.dtype)
+
+
+def _check_sizes(sizes: dict[str, Any], least: int) -> None:
+    for name, size in sizes.items():
+        if not isinstance(size, (int, torch.SymInt)) or isinstance(size, bool) or size < least:
+            raise ValueError(f"{name} must be an int of at least {least}, got {size!r}")
 
 
 def _check_options(options: Any) -> None:

@@ -16,6 +16,7 @@ rule catches it in all.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -347,11 +348,15 @@ class Verdict(NamedTuple):
     largest_allowed: float
 
     def __str__(self) -> str:
-        word = "ok" if self.passed else "WRONG"
-        return (
-            f"{self.name}: {word}, rms {self.rms:.2e} of {self.rms_allowed:.2e}, "
-            f"max {self.largest:.2e} of {self.largest_allowed:.2e}"
+        parts = [f"{self.name}: {'ok' if self.passed else 'WRONG'}"]
+        pairs = (
+            ("rms", self.rms, self.rms_allowed),
+            ("max", self.largest, self.largest_allowed),
         )
+        for what, error, allowed in pairs:
+            bound = f" of {allowed:.2e}" if math.isfinite(allowed) else ""
+            parts.append(f"{what} {error:.2e}{bound}")
+        return ", ".join(parts)
 
 
 def judge(name: str, actual: Tensor, gold: Tensor, peer: Tensor, dtype: torch.dtype) -> Verdict:

@@ -51,14 +51,41 @@ def config(problem: Problem) -> dict[str, Any]:
     if flash.serves(problem):
         return {"kernel": "PyTorch's flash kernel"}
     rows, scores = tile_shape(problem)
-    shape = {"rows": rows, "keys": scores // rows}
+    shape: dict[str, Any] = {"rows": rows, "keys": scores // rows}
     if problem.packed is None and problem.paged is None and problem.q.numel():
         cut = cut_of(problem.part(slice(0, 1), slice(0, 1)))
         if cut is not None:
             rows = cut.queries * problem.groups
             shape = {"blocks": scores // (rows * cut.keys), "rows": rows, "keys": cut.keys}
     product = product_for(accumulation_dtype(problem.q.dtype), problem.q.device)
-    return {**shape, "product": product.name}
+    shape["product"] = product.name
+    if problem.q.is_cpu:
+        shape["PyTorch's kernel"] = f"no ({', '.join(_not_plain(problem)) or 'tiles are faster'})"
+    return shape
+
+
+def _not_plain(problem: Problem) -> list[str]:
+    """What PyTorch's flash kernel does not know, or not well enough."""
+    q, k, v = problem.q, problem.k, problem.v
+    scores, band = problem.scores, problem.band
+    dense = problem.packed is None and problem.paged is None
+    other_band = dense and flash._is_causal(problem) is None
+    window = band.left is not None or band.right not in (None, 0)
+    asked = {
+        **{name: getattr(scores, name) is not None for name in scores._fields if name != "scale"},
+        "scale": scores.scale <= 0,
+        "key_range": problem.key_range is not None,
+        "dropout": problem.dropout is not None,
+        "packed": problem.packed is not None,
+        "pages": problem.paged is not None,
+        "window": other_band and window,
+        "causal, lengths differ": other_band and not window,
+        "float64": q.dtype == torch.float64,
+        "Dv is not D": q.shape[-1] != v.shape[-1],
+        "few keys": dense and k.shape[1] < flash.FEWEST_KEYS,
+        "strides": any(t.stride(-1) != 1 for t in (q, k, v)),
+    }
+    return [name for name, there in asked.items() if there]
 
 
 def forward(problem: Problem) -> Result:

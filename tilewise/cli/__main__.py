@@ -10,7 +10,7 @@ import sys
 import typer
 
 from tilewise import __version__
-from tilewise.cli.bench import bench
+from tilewise.cli.bench import bench, help_without_command
 from tilewise.cli.demo import demo
 from tilewise.cli.describe import cost, explain
 from tilewise.cli.doctor import doctor
@@ -18,7 +18,7 @@ from tilewise.cli.tune import tune
 
 app = typer.Typer(
     help="Exact attention (FlashAttention) in O(n) memory.",
-    no_args_is_help=True,
+    rich_markup_mode="markdown",  # which joins the lines of a paragraph
     add_completion=False,
     pretty_exceptions_enable=False,
 )
@@ -30,13 +30,15 @@ def _show_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
+@app.callback(invoke_without_command=True)
 def _options(
+    context: typer.Context,
     version: bool = typer.Option(
         False, "--version", help="Show the version and exit.", callback=_show_version, is_eager=True
     ),
 ) -> None:
-    """Options that come before a command."""
+    """Options that come before a command; without one, the help."""
+    help_without_command(context)
 
 
 app.command("demo")(demo)

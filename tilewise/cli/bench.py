@@ -24,12 +24,19 @@ if TYPE_CHECKING:
 
 MAX_COLUMNS = 100
 
-bench = typer.Typer(help="Measure speed and memory against PyTorch.", no_args_is_help=True)
+bench = typer.Typer(help="Measure speed and memory against PyTorch.")
 
 
-@bench.callback()
-def _benches() -> None:
+def help_without_command(context: typer.Context) -> None:
+    """The help of a group of commands that was called alone, which is no error."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+@bench.callback(invoke_without_command=True)
+def _benches(context: typer.Context) -> None:
     """Measure speed and memory against PyTorch."""
+    help_without_command(context)
 
 
 @bench.command()

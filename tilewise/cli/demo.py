@@ -82,6 +82,11 @@ class Screen:
     def say(self, key: str, **values: object) -> None:
         self.line(self.text(key, **values))
 
+    def announce(self, key: str) -> None:
+        """One line of what takes long, where `progress` does not show."""
+        if not self.console.is_terminal:
+            self.say(key)
+
     def heading(self, number: int, title: str) -> None:
         self.line()
         self.line(self.text("demo", number=number, title=self.text(title)), style="bold cyan")

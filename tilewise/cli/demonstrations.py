@@ -240,6 +240,7 @@ def language_model(screen: Screen, number: int) -> Outcome:
 
     device = measure.device_here()
     names = ("tilewise", "eager")
+    screen.announce("model.starts")
     with screen.progress() as progress:
         task = progress.add_task(screen.text("model.loading"), total=None)
         lm = model.LanguageModel(device)

@@ -29,9 +29,9 @@ def doctor(
 ) -> None:
     """Show versions and devices, and judge every backend on this machine.
 
-    The cases of tilewise.testing run forward and backward; the closeness rule
-    compares them with the formula. On a GPU kernels are compiled for each case,
-    by as many processes as there are cores. Exit code 1 if one fails.
+    The cases of tilewise.testing run forward and backward; the closeness rule compares them with the
+    formula. On a GPU kernels are compiled for each case, by as many processes as there are cores. Exit
+    code 1 if one fails.
     """
     screen = Screen(Language.EN)
     for line in (*machine(), "", *backends()):
@@ -97,9 +97,10 @@ def backends() -> Iterator[str]:
             yield f"{name} on {device}: works in {', '.join(works)}" + f" ({notes})" * bool(notes)
             yield from (f"  - {dtype}: {line}" for dtype, why in reasons.items() for line in why)
         else:
-            yield f"{name} on {device}: does not work"
             first, *others = reasons.values()
             always = [line for line in first if all(line in why for why in others)]
+            elsewhere = any("kernels run on a GPU" in line for line in always)
+            yield f"{name} on {device}: " + ("needs a GPU" if elsewhere else "does not work")
             yield from (f"  - {line}" for line in always or first)
 
 

@@ -117,6 +117,10 @@ _TEXTS: dict[str, tuple[str, str]] = {
         "{missing} missing. To run it:\n{install}",
         "缺少 {missing}。安装后即可运行：\n{install}",
     ),
+    "model.starts": (
+        "The model is loaded, and writes with each attention: a minute or two on a CPU.",
+        "正在加载模型，随后分别用两种注意力续写：在 CPU 上需要一两分钟。",
+    ),
     "model.loading": ("loading the model", "正在加载模型"),
     "model.progress": ("reading and writing with {algorithm}", "正在用 {algorithm} 阅读并续写"),
     "model.intro": (

@@ -58,5 +58,9 @@ class FlashAttentionTriton(torch.autograd.Function):
 
 
 def _one_head(Q: Tensor, K: Tensor, V: Tensor, is_causal: bool) -> Problem:
+    for name, t in (("Q", Q), ("K", K), ("V", V)):
+        if not isinstance(t, Tensor) or t.ndim != 3:
+            got = tuple(t.shape) if isinstance(t, Tensor) else type(t).__name__
+            raise ValueError(f"{name} must be a tensor (batch, n, d), got {got}")
     q, k, v = (t.unsqueeze(-2) for t in (Q, K, V))
     return dense_problem(q, k, v, causal=is_causal, align="top-left")

@@ -20,7 +20,14 @@ from typing import Any
 
 from torch import Tensor
 
-from tilewise.compat.flash_calls import also_takes, dense, options_of, packed
+from tilewise.compat.flash_calls import (
+    also_takes,
+    check_tensor,
+    dense,
+    is_count,
+    options_of,
+    packed,
+)
 from tilewise.compat.kvcache import with_kvcache
 from tilewise.compat.stand_in import install, main, uninstall
 
@@ -141,18 +148,25 @@ def flash_attn_qkvpacked_func(
 ) -> Any:
     """`flash_attn_func` of qkv (B, S, 3, H, D), or of (B, S, Hq + 2 Hkv, D) with num_heads_q = Hq.
 
+    num_heads_q may be given with the first too: it is H.
+
     Example:
         >>> from tilewise.compat.flash_attn import flash_attn_qkvpacked_func
         >>> flash_attn_qkvpacked_func(torch.randn(2, 9, 3, 8, 64), causal=True).shape
         torch.Size([2, 9, 8, 64])
     """
-    if num_heads_q is None:
+    if num_heads_q is None or (isinstance(qkv, Tensor) and qkv.ndim == 5):
         q, k, v = _unpacked("qkv", qkv, "(B, S, 3, H, D)")
-    else:
-        heads_k, rest = divmod(qkv.shape[2] - num_heads_q, 2)
-        if qkv.ndim != 4 or rest or heads_k < 1:
+        if num_heads_q is not None and not (is_count(num_heads_q) and num_heads_q == q.shape[2]):
             raise ValueError(
-                f"qkv must be (B, S, Hq + 2 Hkv, D) with num_heads_q = Hq = {num_heads_q}, got "
+                f"num_heads_q must be the H of qkv (B, S, 3, H, D), {q.shape[2]}, got {num_heads_q!r}"
+            )
+    else:
+        check_tensor("qkv", qkv, "(B, S, Hq + 2 Hkv, D) where num_heads_q is given")
+        heads_k, rest = divmod(qkv.shape[2] - num_heads_q, 2) if is_count(num_heads_q) else (0, 1)
+        if rest or heads_k < 1 or not num_heads_q:
+            raise ValueError(
+                f"num_heads_q must be the Hq of qkv (B, S, Hq + 2 Hkv, D), got {num_heads_q!r} and "
                 f"{tuple(qkv.shape)}"
             )
         q, k, v = qkv.split([num_heads_q, heads_k, heads_k], 2)
@@ -356,8 +370,7 @@ def flash_attn_with_kvcache(
 
     Raises:
         ValueError: as tilewise.attention_paged; new tokens that do not fit; an input that requires grad
-            under grad mode; an argument that cannot be honoured. The cache is then as it was, unless
-            what is wrong is the number of a page of earlier tokens, which is looked at last.
+            under grad mode; an argument that cannot be honoured. The cache is then as it was.
 
     Example:
         >>> from tilewise.compat.flash_attn import flash_attn_with_kvcache

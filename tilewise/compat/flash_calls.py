@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tilewise.api import attention, attention_paged, attention_varlen
-from tilewise.arguments import checked_index
+from tilewise.arguments import autocast_is_on, checked_index
 from tilewise.spec import checked_cu_seqlens
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -63,6 +63,10 @@ def options_of(
     scheduler_metadata: Tensor | None = None,
 ) -> dict[str, Any]:
     """The options of `attention`. The last four arguments only schedule: no number depends on them."""
+    if softcap is not None and (isinstance(softcap, bool) or not isinstance(softcap, (int, float))):
+        raise ValueError(f"softcap must be a number, 0.0 for none, got {softcap!r}")
+    if num_splits is not None and not is_count(num_splits):
+        raise ValueError(f"num_splits must be an int of at least 0, got {num_splits!r}")
     descales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
     for name, given in descales.items():
         if given is not None:
@@ -98,8 +102,9 @@ def dense(
 ) -> Any:
     """flash_attn_func."""
     options = options_of(**spelled)
+    check_operands("(B, Sq, Hq, D)", "(B, Sk, Hkv, D)", q=q, k=k, v=v)
     q, k = absorbed(q, k, v, qv)
-    if _is_chunked(attention_chunk):
+    if is_chunked(attention_chunk):
         position = torch.arange(q.shape[1], device=q.device) + k.shape[1] - q.shape[1]
         options["key_range"] = chunk_of(position, attention_chunk)
     probabilities = return_attn_probs and options["dropout_p"] > 0
@@ -142,16 +147,25 @@ def packed(
         raise ValueError(
             "return_attn_probs must be False with dropout and a block_table, seqused_q or seqused_k"
         )
+    keys_shape = "(total_k, Hkv, D)" if block_table is None else "(blocks, tokens, Hkv, D)"
+    check_operands("(total_q, Hq, D)", keys_shape, q=q, k=k, v=v)
+    hints = [
+        checked_hint(name, hint)
+        for name, hint in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k))
+    ]
     q, k = absorbed(q, k, v, qv)
     if block_table is not None:
         if seqused_q is not None:
             raise ValueError(
                 "seqused_q must be None with a block_table: cu_seqlens_q has the lengths"
             )
-        if seqused_k is None and cu_seqlens_k is None:
-            raise ValueError("cu_seqlens_k or seqused_k must be given with a block_table")
+        checked_index("cu_seqlens_q", cu_seqlens_q, q.device, 1, "(B + 1,)")
+        if cu_seqlens_k is not None:
+            lengths = checked_index("cu_seqlens_k", cu_seqlens_k, q.device, 1, "(B + 1,)").diff()
+            seqused_k = lengths if seqused_k is None else seqused_k
         if seqused_k is None:
-            seqused_k = checked_index("cu_seqlens_k", cu_seqlens_k, q.device, 1, "(B + 1,)").diff()
+            raise ValueError("cu_seqlens_k or seqused_k must be given with a block_table")
+        checked_index("seqused_k", seqused_k, q.device, 1, "(B,)")
         options["attention_chunk"] = attention_chunk
         results = in_pages(q, k, v, block_table, seqused_k, cu_seqlens_q=cu_seqlens_q, **options)
         return _returned(*results, return_attn_probs, return_softmax_lse)
@@ -166,9 +180,8 @@ def packed(
     if seqused_k is not None:
         keys, cu_seqlens_k = _used("seqused_k", seqused_k, cu_seqlens_k, k)
         k, v = k[keys], v[keys]
-    if _is_chunked(attention_chunk):
+    if is_chunked(attention_chunk):
         options["key_range"] = _packed_chunks(q, k, cu_seqlens_q, cu_seqlens_k, attention_chunk)
-    hints = [int(n) if isinstance(n, Tensor) else n for n in (max_seqlen_q, max_seqlen_k)]
     sequences = (cu_seqlens_q, cu_seqlens_k)
     out, lse = attention_varlen(q, k, v, *sequences, *hints, return_lse=True, **options)
     if rows is not None:
@@ -193,7 +206,7 @@ def in_pages(
 ) -> tuple[Tensor, Tensor]:
     """out and lse of dense q (B, Sq, Hq, D), or of packed q (total_q, Hq, D) with its cu_seqlens_q."""
     if cu_seqlens_q is None:
-        if leftpad is not None or _is_chunked(attention_chunk):
+        if leftpad is not None or is_chunked(attention_chunk):
             options["key_range"] = _paged_range(q.shape[1], used, leftpad, attention_chunk)
         pages = (k_pages, v_pages, page_table, used)
         return attention_paged(q, *pages, return_lse=True, **options)
@@ -207,6 +220,11 @@ def in_pages(
         )
     ends = checked_cu_seqlens("cu_seqlens_q", cu, q.shape[0])
     slopes = options.pop("alibi_slopes", None)
+    per_entry = isinstance(slopes, Tensor) and slopes.ndim == 2
+    if per_entry and slopes.shape[0] != table.shape[0]:
+        raise ValueError(
+            f"alibi_slopes must be (Hq,) or (B, Hq) with B = {table.shape[0]}, got {tuple(slopes.shape)}"
+        )
     parts = [
         in_pages(
             q[None, ends[s] : ends[s + 1]],
@@ -216,7 +234,7 @@ def in_pages(
             used[s : s + 1],
             leftpad=None if leftpad is None else leftpad[s : s + 1],
             attention_chunk=attention_chunk,
-            alibi_slopes=slopes if slopes is None or slopes.ndim == 1 else slopes[s : s + 1],
+            alibi_slopes=slopes[s : s + 1] if per_entry else slopes,
             **options,
         )
         for s in range(len(ends) - 1)
@@ -232,12 +250,52 @@ def absorbed(q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None) -> tuple[Tensor
     """q and k such that their products are q kᵀ + qv vᵀ (MLA with absorbed weights)."""
     if qv is None:
         return q, k
-    if qv.shape != (*q.shape[:-1], v.shape[-1]) or k.shape[:-1] != v.shape[:-1]:
-        raise ValueError(
-            f"qv must have q's shape with the head dim of v, {(*q.shape[:-1], v.shape[-1])}, got "
-            f"{tuple(qv.shape)}"
-        )
+    wanted = (*q.shape[:-1], v.shape[-1])
+    if not isinstance(qv, Tensor) or qv.shape != wanted:
+        got = tuple(qv.shape) if isinstance(qv, Tensor) else type(qv).__name__
+        raise ValueError(f"qv must have q's shape with the head dim of v, {wanted}, got {got}")
+    given = (q, k, v, qv)
+    if len({(t.dtype, t.device) for t in given}) > 1 and not autocast_is_on(q.device):
+        kinds = ", ".join(f"{t.dtype} on {t.device}" for t in given)
+        raise ValueError(f"q, k, v and qv must have the same dtype and device, got {kinds}")
     return torch.cat((q, qv), -1), torch.cat((k, v), -1)
+
+
+def check_operands(q_shape: str, k_shape: str, **given: Any) -> None:
+    """q, k and v, by the names given, are tensors of that rank and fit each other so far."""
+    for (name, t), shape in zip(given.items(), (q_shape, k_shape, k_shape), strict=True):
+        check_tensor(name, t, shape)
+    (q_name, q), (k_name, k), (v_name, v) = given.items()
+    if not q.device == k.device == v.device:
+        raise ValueError(
+            f"{q_name}, {k_name} and {v_name} must be on the same device, got {q.device}, "
+            f"{k.device}, {v.device}"
+        )
+    if k.shape[:-1] != v.shape[:-1]:
+        raise ValueError(
+            f"{k_name} and {v_name} must have the same tokens and heads, got {tuple(k.shape)} and "
+            f"{tuple(v.shape)}"
+        )
+
+
+def check_tensor(name: str, t: Any, shape: str) -> None:
+    """t is a tensor with as many dimensions as `shape` names."""
+    if not isinstance(t, Tensor) or t.ndim != shape.count(",") + 1:
+        got = tuple(t.shape) if isinstance(t, Tensor) else type(t).__name__
+        raise ValueError(f"{name} must be a tensor {shape}, got {got}")
+
+
+def checked_hint(name: str, hint: Any) -> int | None:
+    """A hint of a longest sequence; flash_attn takes it as a tensor too."""
+    if isinstance(hint, Tensor) and hint.numel() == 1 and not hint.is_floating_point():
+        hint = hint.item()
+    if hint is not None and not is_count(hint):
+        raise ValueError(f"{name} must be None or an int of at least 0, got {hint!r}")
+    return hint
+
+
+def is_count(n: Any) -> bool:
+    return isinstance(n, int) and not isinstance(n, bool) and n >= 0
 
 
 def chunk_of(position: Tensor, size: int) -> tuple[Tensor, Tensor]:
@@ -249,6 +307,8 @@ def chunk_of(position: Tensor, size: int) -> tuple[Tensor, Tensor]:
 def places(name: str, cu_seqlens: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
     """Of each token of packed t that is in a sequence: which sequence, and which place in it."""
     cu = checked_index(name, cu_seqlens, t.device, 1, "(B + 1,)")
+    if not cu.shape[0]:
+        raise ValueError(f"{name} must have one entry more than there are sequences, got none")
     checked_cu_seqlens(name, cu, t.shape[0])
     lengths = cu.diff()
     number = torch.arange(lengths.shape[0], device=t.device).repeat_interleave(lengths)
@@ -262,8 +322,8 @@ def _returned(out: Tensor, lse: Tensor, probabilities: bool, with_lse: bool) -> 
     return (out, lse) if with_lse else out
 
 
-def _is_chunked(size: int) -> bool:
-    if not isinstance(size, int) or size < 0:
+def is_chunked(size: int) -> bool:
+    if not is_count(size):
         raise ValueError(f"attention_chunk must be 0 (off) or the size of a chunk, got {size!r}")
     return size > 0
 

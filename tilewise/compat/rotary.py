@@ -31,6 +31,10 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor, position: Tensor, interleaved: 
         tensor([[ 1.,  2.,  9.],
                 [-2.,  1.,  9.]])
     """
+    for name, t in (("rotary_cos", cos), ("rotary_sin", sin)):
+        if not isinstance(t, Tensor) or not t.is_floating_point() or t.device != x.device:
+            got = f"{t.dtype} on {t.device}" if isinstance(t, Tensor) else type(t).__name__
+            raise ValueError(f"{name} must be a floating tensor on {x.device}, got {got}")
     if cos.ndim != 2 or cos.shape != sin.shape or 2 * cos.shape[1] > x.shape[-1]:
         raise ValueError(
             "rotary_cos and rotary_sin must be (positions, rotary_dim / 2) with rotary_dim ≤ head_dim = "

@@ -12,7 +12,7 @@ import importlib.util
 import shutil
 import sys
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 SITE = Path(__file__).with_name("site")
@@ -36,7 +36,7 @@ def install() -> None:
         '2.8.3'
         >>> uninstall()
     """
-    _refuse_real_ones()
+    _refuse(_found_by_python())
     if str(SITE) not in sys.path:
         sys.path.append(str(SITE))
         importlib.invalidate_caches()
@@ -57,25 +57,26 @@ def install_shim(target: Path) -> None:
     """Copies the stand-in into a directory that Python searches, such as site-packages.
 
     Raises:
-        RuntimeError: a real flash_attn is there, or is found by this Python.
+        RuntimeError: a real flash_attn or its metadata is there, or is found by this Python.
     """
-    _refuse_real_ones(target)
+    _refuse([*_found_in(target), *_found_by_python()])
     for name in (PACKAGE, METADATA):
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(SITE / name, target / name, ignore=ignored, dirs_exist_ok=True)
 
 
 def uninstall_shim(target: Path) -> None:
-    """Removes the stand-in from a directory.
+    """Removes the stand-in, or what is left of it, from a directory.
 
     Raises:
         RuntimeError: there is none, or what is there is a real flash_attn.
     """
-    if not (target / PACKAGE).exists():
+    left = [target / name for name in (PACKAGE, METADATA) if (target / name).exists()]
+    if not left:
         raise RuntimeError(f"there is no {PACKAGE} in {target}")
-    _refuse_real_ones(target)
-    for name in (PACKAGE, METADATA):
-        shutil.rmtree(target / name)
+    _refuse(left)
+    for place in left:
+        shutil.rmtree(place)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -95,21 +96,34 @@ def main(arguments: Sequence[str] | None = None) -> None:
     }[given.command]
     try:
         act(given.target)
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         parser.exit(1, f"{error}\n")
     print(f"tilewise's stand-in for flash-attn {done} {given.target}")
 
 
-def _refuse_real_ones(target: Path | None = None) -> None:
-    """Raises if there is a flash_attn that is not this stand-in, here or in the target."""
-    places = [] if target is None else [target / PACKAGE]
-    spec = importlib.util.find_spec(PACKAGE)
-    if spec is not None:
-        places += [Path(place) for place in spec.submodule_search_locations or ()]
+def _refuse(places: Iterable[Path]) -> None:
+    """Raises if one of them is not this stand-in's."""
     for place in places:
-        first = place / "__init__.py"
-        if place.exists() and not (first.exists() and "tilewise" in first.read_text("utf-8")):
+        sign = place / ("METADATA" if place.suffix == ".dist-info" else "__init__.py")
+        if not (sign.is_file() and "tilewise" in sign.read_text("utf-8")):
             raise RuntimeError(
-                f"a {PACKAGE} that is not tilewise's is in {place.parent}; it is left alone: call "
+                f"a {PACKAGE} that is not tilewise's is there, {place}; it is left alone: call "
                 "tilewise.compat.flash_attn by its name, or uninstall flash-attn first"
             )
+
+
+def _found_in(directory: Path) -> list[Path]:
+    """Packages, modules of one file and metadata."""
+    patterns = (PACKAGE, f"{PACKAGE}.*", f"{PACKAGE}-*")
+    return [place for pattern in patterns for place in directory.glob(pattern)]
+
+
+def _found_by_python() -> list[Path]:
+    try:
+        spec = importlib.util.find_spec(PACKAGE)
+    except ValueError:  # a module that somebody made and put there has no spec
+        return [Path("sys.modules") / PACKAGE]
+    if spec is None:
+        return []
+    places = spec.submodule_search_locations
+    return [Path(spec.origin or PACKAGE)] if places is None else [Path(place) for place in places]
