@@ -64,10 +64,14 @@ def test_ramp(small_tiles, backend, dtype):
     assert all(v.passed for v in verdicts), verdicts
 
 
+@pytest.mark.parametrize("converted", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=lambda dtype: str(dtype).removeprefix("torch."))
-def test_flash_kernel_by_the_same_rule(monkeypatch, dtype):
+def test_flash_kernel_by_the_same_rule(monkeypatch, dtype, converted):
     """Whatever this processor is: where the kernel serves at all, its results pass."""
-    monkeypatch.setattr(flash, "fewest_rows", lambda dtype: 1)
+    good_at = {torch.float32} if converted else set(DTYPES)
+    monkeypatch.setattr(flash, "is_good_at", good_at.__contains__)
+    monkeypatch.setattr(flash, "FEWEST_CONVERTED_ROWS", 1)
+    monkeypatch.setattr(flash, "CONVERTED", 1024)
     monkeypatch.setattr(flash, "onednn_wins", lambda: False)
     monkeypatch.setattr(flash, "FEWEST_ROWS_OF_A_GROUP", 1)
     square = Case("causal, square", lambda make: {"causal": True}, sq=200, sk=200)
