@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from inputs import set_tiles
 
-from tilewise import api
+from tilewise import api, dense
 from tilewise.backends import flash
 from tilewise.dispatch import BACKENDS
 from tilewise.testing import (
@@ -55,6 +56,15 @@ def test_mask_probe(small_tiles, backend, causal, window, align, sq, sk):
     assert (got - counts).abs().max() < 1e-4
 
 
+@pytest.mark.parametrize("window", [(None, 0), (40, 0), (3, 50), (0, None)])
+def test_mask_probe_of_an_edge_over_many_tiles(monkeypatch, window):
+    """Rows so many and keys so few to a tile that each edge crosses several, all of one shape."""
+    set_tiles(monkeypatch, 64, 8)
+    got, counts = mask_probe(130, 130, backend="tiled", window_size=window)
+    assert torch.equal(got.round(), counts)
+    assert (got - counts).abs().max() < 1e-4
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 def test_ramp(small_tiles, backend, dtype):
     call = ramp_call(33, 200, dtype)
@@ -64,10 +74,30 @@ def test_ramp(small_tiles, backend, dtype):
     assert all(v.passed for v in verdicts), verdicts
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_ordinary_numbers_stay_on_the_fast_path(small_tiles, monkeypatch, dtype):
+    """The exact formula is there for what tiles cannot do; a fault of theirs must not hide behind it."""
+
+    def refuse(*arguments):
+        raise AssertionError("computed again by the exact formula")
+
+    monkeypatch.setattr(dense, "forward_in_blocks", refuse)
+    monkeypatch.setattr(dense, "backward_in_blocks", refuse)
+    falling = ramp_call(33, 200, dtype)
+    falling.arguments["k"] = falling.arguments["k"].flip(1)
+    negative = falling._replace(arguments={**falling.arguments, "scale": -8.0})
+    for call in (*(make_call(case, dtype) for case in CASES), falling, negative):
+        evaluate(call, "tiled")
+
+
+@pytest.mark.parametrize("converted", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=lambda dtype: str(dtype).removeprefix("torch."))
-def test_flash_kernel_by_the_same_rule(monkeypatch, dtype):
+def test_flash_kernel_by_the_same_rule(monkeypatch, dtype, converted):
     """Whatever this processor is: where the kernel serves at all, its results pass."""
-    monkeypatch.setattr(flash, "fewest_rows", lambda dtype: 1)
+    good_at = {torch.float32} if converted else set(DTYPES)
+    monkeypatch.setattr(flash, "is_good_at", good_at.__contains__)
+    monkeypatch.setattr(flash, "FEWEST_CONVERTED_ROWS", 1)
+    monkeypatch.setattr(flash, "CONVERTED", 1024)
     monkeypatch.setattr(flash, "onednn_wins", lambda: False)
     monkeypatch.setattr(flash, "FEWEST_ROWS_OF_A_GROUP", 1)
     square = Case("causal, square", lambda make: {"causal": True}, sq=200, sk=200)

@@ -62,6 +62,22 @@ def test_terms_past_float32_that_cancel(backend, dtype, options, rows):
     close(grads["v"], want[2]["v"], dtype, 4)
 
 
+def test_what_was_summed_before_a_second_try_is_forgotten(backend):
+    """A gradient that leaves float32 is computed again: bias, slopes and sinks count once."""
+    x = draw_qkv(1, 20, 30, 2, 8)
+    x["v"][:, 25:] = 3e38  # dP overflows there, where no row sees it
+    x |= {"bias": draw(2, 20, 30), "alibi_slopes": draw(2), "sinks": draw(2)}
+    mask = torch.ones(20, 30, dtype=torch.bool)
+    mask[:, 25:] = False
+    dout = draw(1, 20, 2, 8, seed=4)
+    attend = partial(tilewise.attention, return_lse=True, backend=backend)
+    _, _, got = gradients(attend, x, dout, None, mask=mask)
+    wide = {name: t.double() for name, t in x.items()}
+    _, _, want = gradients(attention64, wide, dout.double(), None, mask=mask)
+    for name in ("bias", "alibi_slopes", "sinks"):
+        close(got[name], want[name], factor=4)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 30])
 def test_a_product_past_float32_that_a_bias_brings_back(backend, dtype, rows):

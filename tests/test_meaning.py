@@ -690,10 +690,12 @@ def test_lse_keeps_what_its_rounding_takes(attend, size, small_tiles):
     k[..., 1] = torch.randint(-8, 9, (50, 1)) / 4
     leaves = {"q": q, "k": k, "v": draw(1, 50, 1, 4)}
     dout = torch.ones(1, 64, 1, 4)
-    got = gradients(attend, leaves, dout, None, scale=1.0)[2]["v"]
+    got = gradients(attend, leaves, dout, None, scale=1.0)[2]
     wide = {n: t.double() for n, t in leaves.items()}
-    want = gradients(attention64, wide, dout.double(), None, scale=1.0)[2]["v"]
-    assert ((got - want).abs() <= 3e-6 * want.abs()).all()
+    want = gradients(attention64, wide, dout.double(), None, scale=1.0)[2]
+    assert ((got["v"] - want["v"]).abs() <= 3e-6 * want["v"].abs()).all()
+    # Terms of dq reach a few units; what a row loses of delta alone shows in their sum.
+    assert ((got["q"] - want["q"]).abs() <= 5e-6 * want["q"].abs().max()).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

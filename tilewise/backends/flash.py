@@ -1,19 +1,22 @@
 """PyTorch's flash kernel for the CPU, for the plain calls where it beats tiles made of products.
 
 It is tiled and O(n) like ours, and C++: it wins where calls are short, and where torch.mm already
-runs at the processor's speed (see `products.py`). Its results are used only when they can be trusted:
-it knows no hidden NaN, gives 0 for some NaN queries, and keeps one rounded lse.
+runs at the processor's speed (see `products.py`). Where it is not good at a low precision, it gets
+float32 numbers, a few heads at a time that stay in the cache. Its results are used only when they can
+be trusted: it knows no hidden NaN, gives 0 for some NaN queries, and keeps one rounded lse.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from tilewise.backends.products import keep_freed_memory, onednn_wins
-from tilewise.results import Gradients, Result, products_overflow
+from tilewise.backends.products import CONVERTED, keep_freed_memory, onednn_wins
+from tilewise.backends.tiles import parts
+from tilewise.results import Gradients, Result, products_overflow, result_shapes, zero_gradients
 from tilewise.spec import Problem, Scores
 
 # Up to so many scores a head, a call into C++ beats a loop in Python on every CPU seen.
@@ -22,6 +25,8 @@ SHORT = 200 * 200
 FEWEST_KEYS = 16
 # It wants a key head for each query head: copies, which few rows do not repay.
 FEWEST_ROWS_OF_A_GROUP = 128
+# Nor do few rows repay a conversion of their keys.
+FEWEST_CONVERTED_ROWS = 16
 # Its backward pass sums in the dtype of the inputs: in a low precision, too long a sum is inexact.
 MOST_ROWS_IN_LOW_PRECISION = 2048
 # exp(s − lse) from one float32 lse is as exact as a float32 can be expected to be up to here.
@@ -38,7 +43,8 @@ def serves(problem: Problem) -> bool:
     (b, sq, heads, width), (_, sk, kv_heads, value_width) = q.shape, v.shape
     return (
         width == value_width
-        and sq >= fewest_rows(q.dtype)
+        and q.dtype != torch.float64
+        and (sq >= FEWEST_CONVERTED_ROWS or is_good_at(q.dtype))
         and sk >= FEWEST_KEYS
         and (heads == kv_heads or sq >= FEWEST_ROWS_OF_A_GROUP)
         and b * heads > 0
@@ -49,11 +55,9 @@ def serves(problem: Problem) -> bool:
     )
 
 
-def fewest_rows(dtype: torch.dtype) -> float:
-    """From how many query rows on the kernel is good at a dtype; with AMX at all of low precision."""
-    if dtype == torch.float32 or (dtype != torch.float64 and torch.cpu._is_amx_tile_supported()):
-        return 1
-    return 16 if dtype == torch.bfloat16 else math.inf
+def is_good_at(dtype: torch.dtype) -> bool:
+    """Whether the kernel is fast at a dtype; with AMX at those of low precision."""
+    return dtype == torch.float32 or torch.cpu._is_amx_tile_supported()
 
 
 def _is_causal(problem: Problem) -> bool | None:
@@ -67,30 +71,24 @@ def _is_causal(problem: Problem) -> bool | None:
     return False if problem.bounds(0, sq)[1:3] == (0, sk) else None
 
 
-def serves_backward(problem: Problem, dlse: Tensor | None) -> bool:
-    """Whether the backward kernel serves as well, and is as exact as it should be."""
-    if dlse is not None or not serves(problem):
-        return False
-    low = problem.q.dtype != torch.float32
-    rows = problem.q.shape[1]
-    return not low or (fewest_rows(problem.q.dtype) == 1 and rows <= MOST_ROWS_IN_LOW_PRECISION)
-
-
 def forward(problem: Problem) -> Result | None:
     """The result, or None where it is not to be trusted."""
-    operands = _heads_first(problem.q, *_expanded(problem))
-    if fewest_rows(problem.q.dtype) > 1:
-        # There it converts blocks of what it reads, some of them often: faster where rows lie together.
-        keep_freed_memory()
-        operands = tuple(t.contiguous() for t in operands)
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        *operands,
-        0.0,
-        bool(_is_causal(problem)),
-        scale=problem.scores.scale,
-    )
-    out, lse = out.transpose(1, 2).contiguous(), lse.contiguous()
-    if products_overflow(problem) or not (_moderate(lse) and math.isfinite(float(out.sum()))):
+    if products_overflow(problem):
+        return None
+    q, k, v = problem[:3]
+    if is_good_at(q.dtype):
+        out, lse = (t.contiguous() for t in _forward(problem, q, k, v))
+    else:
+        out_shape, lse_shape = result_shapes(problem)
+        out, lse = q.new_empty(out_shape), q.new_empty(lse_shape, dtype=torch.float32)
+        for batch, heads, kv_heads in _converted_at_once(problem):
+            out[batch, :, heads], lse[batch, heads] = _forward(
+                problem,
+                _in_float32(q[batch, :, heads]),
+                _in_float32(k[batch, :, kv_heads]),
+                _in_float32(v[batch, :, kv_heads]),
+            )
+    if not (_moderate(lse) and math.isfinite(float(out.sum()))):
         return None
     return Result(out, lse, torch.zeros_like(lse))
 
@@ -99,8 +97,50 @@ def backward(problem: Problem, result: Result, dout: Tensor) -> Gradients | None
     """The gradients, or None where they are not to be trusted."""
     if products_overflow(problem) or not _moderate(result.lse):
         return None
+    dtype, rows = problem.q.dtype, problem.q.shape[1]
+    if dtype == torch.float32 or (is_good_at(dtype) and rows <= MOST_ROWS_IN_LOW_PRECISION):
+        return _backward(problem, result, dout)
+    whole = zero_gradients(problem)
+    for batch, heads, kv_heads in _converted_at_once(problem):
+        part, of_part = problem.part(batch, kv_heads), result.part(batch, heads)
+        gradients = _backward(
+            part._replace(q=_in_float32(part.q), k=_in_float32(part.k), v=_in_float32(part.v)),
+            of_part._replace(out=_in_float32(of_part.out)),
+            _in_float32(dout[batch, :, heads]),
+        )
+        if gradients is None:
+            return None
+        of_whole = whole.part(batch, kv_heads, problem.groups)
+        for total, share in zip(of_whole[:3], gradients[:3], strict=True):
+            total.copy_(share)
+    return whole
+
+
+def _converted_at_once(problem: Problem) -> Iterator[tuple[slice, slice, slice]]:
+    keep_freed_memory()
+    (_, sq, _, width), sk = problem.q.shape, problem.k.shape[1]
+    return parts(problem, CONVERTED // (max(sq * problem.groups, sk) * width))
+
+
+def _in_float32(t: Tensor) -> Tensor:
+    """Rows of a few heads, which lie apart, are copied much faster than they are converted."""
+    return t.contiguous().float()
+
+
+def _forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        *_heads_first(q, *_expanded(k, v, problem.groups)),
+        0.0,
+        bool(_is_causal(problem)),
+        scale=problem.scores.scale,
+    )
+    return out.transpose(1, 2), lse
+
+
+def _backward(problem: Problem, result: Result, dout: Tensor) -> Gradients | None:
+    k, v = _expanded(problem.k, problem.v, problem.groups)
     grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        *_heads_first(dout.contiguous(), problem.q, *_expanded(problem), result.out),
+        *_heads_first(dout.contiguous(), problem.q, k, v, result.out),
         result.lse,
         0.0,
         bool(_is_causal(problem)),
@@ -108,15 +148,14 @@ def backward(problem: Problem, result: Result, dout: Tensor) -> Gradients | None
     )
     if not math.isfinite(sum(float(g.sum()) for g in grads)):
         return None
-    q, k, v = (g.transpose(1, 2).contiguous() for g in grads)
+    dq, dk, dv = (g.transpose(1, 2).contiguous() for g in grads)
     if problem.groups > 1:
-        k, v = (g.unflatten(2, (-1, problem.groups)).sum(3) for g in (k, v))
-    return Gradients(q, k, v, Scores(problem.scores.scale))
+        dk, dv = (g.unflatten(2, (-1, problem.groups)).sum(3) for g in (dk, dv))
+    return Gradients(dq, dk, dv, Scores(problem.scores.scale))
 
 
-def _expanded(problem: Problem) -> tuple[Tensor, Tensor]:
+def _expanded(k: Tensor, v: Tensor, groups: int) -> tuple[Tensor, Tensor]:
     """k and v with a head for each query head."""
-    k, v, groups = problem.k, problem.v, problem.groups
     if groups == 1:
         return k, v
     return k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2)

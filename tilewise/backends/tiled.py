@@ -113,7 +113,7 @@ def backward(
     bias_grad: bool = True,
 ) -> Gradients:
     """Gradients of q, k, v and of the bias (if wanted), slopes and sinks that there are."""
-    if flash.serves_backward(problem, dlse):
+    if dlse is None and flash.serves(problem):
         gradients = flash.backward(problem, result, dout)
         if gradients is not None:
             return gradients

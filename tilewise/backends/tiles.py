@@ -34,15 +34,18 @@ def tile_shape(problem: Problem) -> tuple[int, int]:
     return ROWS_IN_BAND, TILE_SCORES_IN_BAND
 
 
-def parts(problem: Problem) -> Iterator[tuple[slice, slice, slice]]:
-    """Batch entries, query heads and key heads that are worked on at once: enough to fill a tile."""
+def parts(problem: Problem, wanted: int | None = None) -> Iterator[tuple[slice, slice, slice]]:
+    """Batch entries, query heads and key heads that are worked on at once: `wanted` key heads of all
+    entries together, by default enough to fill a tile."""
     b, sq, _, _ = problem.q.shape
     _, sk, hkv, _ = problem.k.shape
     g = problem.groups
     if not (b and sq and hkv and g):
         return
-    _, area = tile_shape(problem)
-    wanted = max(1, area // max(1, sq * g * sk))
+    if wanted is None:
+        _, area = tile_shape(problem)
+        wanted = area // max(1, sq * g * sk)
+    wanted = max(1, wanted)
     heads = min(hkv, wanted)
     batches = max(1, wanted // hkv)
     for b0 in range(0, b, batches):
