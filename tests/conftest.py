@@ -6,7 +6,7 @@ from inputs import cpu_backends, devices
 
 import tilewise
 from tilewise import repeated
-from tilewise.backends import bands, flash, tiles
+from tilewise.backends import bands, flash, products, tiles
 
 
 @pytest.fixture
@@ -17,6 +17,7 @@ def small_tiles(monkeypatch):
     for name in ("ROWS", "ROWS_IN_BAND"):
         monkeypatch.setattr(tiles, name, 16)
     monkeypatch.setattr(bands, "ROWS", 4)
+    monkeypatch.setattr(products, "CONVERTED", 256)
     monkeypatch.setattr(flash, "serves", lambda problem: False)
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tilewise.backends import bands, flash, tiles
+from tilewise.backends import bands, flash, products, tiles
 from tilewise.dispatch import BACKENDS
 from tilewise.testing import CASES, make_call
 
@@ -69,4 +69,5 @@ def set_tiles(patch: pytest.MonkeyPatch, rows: int, keys: int) -> None:
     for name, size in sizes.items():
         patch.setattr(tiles, name, size)
     patch.setattr(bands, "ROWS", max(1, rows // 4))
+    patch.setattr(products, "CONVERTED", 4 * keys)
     patch.setattr(flash, "serves", lambda problem: False)

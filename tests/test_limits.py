@@ -1,13 +1,16 @@
 """At the limits: products past float32, scales and windows without end, derivatives of derivatives."""
 
 import sys
+from functools import partial
 
 import pytest
 import torch
-from dense64 import attention64, close
+from dense64 import attention64, close, gradients
 from inputs import draw, draw_qkv
 
 import tilewise
+from tilewise.backends import products
+from tilewise.testing import Call, evaluate, expect, judge
 
 CU = torch.tensor([0, 3, 3, 6])
 
@@ -33,6 +36,43 @@ def test_products_past_float32_with_a_small_scale(backend, dtype, sign, keys):
     got, lse = tilewise.attention(q, k, v, scale=1e-38, return_lse=True, backend=backend)
     want, want_lse = attention64(q.double(), k.double(), v.double(), scale=1e-38)
     close(got, want, dtype)
+    assert torch.allclose(lse.double(), want_lse, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (20, 0)}])
+@pytest.mark.parametrize("rows", [1, 7, 40, 300])
+def test_terms_past_float32_that_cancel(backend, dtype, options, rows):
+    """A sum that leaves float32 on the way is −inf there, whatever comes after: it ends at 0 here."""
+    x = draw_qkv(1, rows, max(rows, 20), 2, 8, dtype=dtype)
+    x["q"][..., :2] = torch.tensor([-1e20, 1e20], dtype=dtype)
+    x["k"][..., :2] = 0
+    x["k"][:, ::5, :, :2] = 1e19
+    out, lse, grads = gradients(
+        partial(tilewise.attention, return_lse=True, backend=backend),
+        x,
+        x["v"][:, :rows],
+        None,
+        **options,
+    )
+    wide = {name: t.double() for name, t in x.items()}
+    want = gradients(attention64, wide, wide["v"][:, :rows], None, **options)
+    close(out, want[0], dtype)
+    assert torch.allclose(lse.double(), want[1], atol=1e-4)
+    close(grads["v"], want[2]["v"], dtype, 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 30])
+def test_a_product_past_float32_that_a_bias_brings_back(backend, dtype, rows):
+    x = draw_qkv(1, rows, 30, 2, 8, dtype=dtype)
+    x["q"][..., 0], x["k"][..., 0], x["k"][:, 3, :, 0] = 2.0**64, 0, -(2.0**65)
+    bias = torch.zeros(30)
+    bias[3] = 2.0**126
+    out, lse = tilewise.attention(**x, scale=2.0**-3, bias=bias, return_lse=True, backend=backend)
+    wide = {name: t.double() for name, t in x.items()}
+    want, want_lse = attention64(**wide, scale=2.0**-3, bias=bias.double())
+    close(out, want, dtype)
     assert torch.allclose(lse.double(), want_lse, atol=1e-4)
 
 
@@ -135,3 +175,16 @@ def test_merge_wants_numbers():
         ValueError, match=r"lse_a must be a floating-point tensor, got torch\.int64"
     ):
         tilewise.merge(out, lse.long(), out, lse)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 4])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_keys_are_converted_in_parts(monkeypatch, kv_heads, dtype):
+    """Few rows on many keys of a low precision; the last part is shorter than the others."""
+    monkeypatch.setattr(products, "CONVERTED", 16 * 8 * kv_heads)
+    x = draw_qkv(2, 3, 100, (4, kv_heads), 8, 16, dtype=dtype)
+    call = Call(tilewise.attention, {**x, "causal": True})
+    results = evaluate(call, "tiled")
+    gold, peer = expect(call)
+    verdicts = [judge(name, t, gold[name], peer[name], dtype) for name, t in results.items()]
+    assert all(v.passed for v in verdicts), verdicts

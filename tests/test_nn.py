@@ -98,33 +98,31 @@ CASES: dict[str, tuple[dict[str, Any], Tensor]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_plain_formula(case: str) -> None:
+def test_the_plain_formula(case: str, device: str) -> None:
     options, seen = CASES[case]
-    layer = module(**options)
-    torch.testing.assert_close(
-        layer(draw(2, 11, WIDTH)),
-        by_formula(layer, draw(2, 11, WIDTH), seen),
-        rtol=1e-12,
-        atol=1e-12,
-    )
+    layer, x = module(**options), draw(2, 11, WIDTH)
+    want = by_formula(layer, x, seen)
+    out = layer.to(device)(x.to(device)).cpu()
+    torch.testing.assert_close(out, want, rtol=1e-12, atol=1e-12)
 
 
-def test_gradients() -> None:
+def test_gradients(device: str) -> None:
     layer = module(head_dim=4, bias=True, qk_norm=True, rotary="interleaved", causal=True)
+    layer.to(device)
     names, values = zip(*layer.named_parameters(), strict=True)
 
     def run(x: Tensor, *weights: Tensor) -> Tensor:
         return torch.func.functional_call(layer, dict(zip(names, weights, strict=True)), (x,))
 
-    x = draw(1, 4, WIDTH).requires_grad_()
+    x = draw(1, 4, WIDTH).to(device).requires_grad_()
     assert torch.autograd.gradcheck(run, (x, *values), fast_mode=True)
     assert len(names) == 10
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case != "plain"])
-def test_the_cache_continues_the_row(case: str) -> None:
-    layer = module(**CASES[case][0]).eval()
-    x = draw(2, 11, WIDTH)
+def test_the_cache_continues_the_row(case: str, device: str) -> None:
+    layer = module(**CASES[case][0]).to(device).eval()
+    x = draw(2, 11, WIDTH).to(device)
     with torch.no_grad():
         whole = layer(x)
         cache = layer.new_cache(batch=2, capacity=12)
@@ -137,9 +135,9 @@ def test_the_cache_continues_the_row(case: str) -> None:
         torch.testing.assert_close(layer(x[:, 6:9], cache=cache), whole[:, 6:9])
 
 
-def test_a_cache_of_rows_padded_on_the_left() -> None:
-    layer = module(rotary="half", causal=True).eval()
-    x, pad = draw(2, 9, WIDTH), torch.tensor([[3], [0]])
+def test_a_cache_of_rows_padded_on_the_left(device: str) -> None:
+    layer = module(rotary="half", causal=True).to(device).eval()
+    x, pad = draw(2, 9, WIDTH).to(device), torch.tensor([[3], [0]], device=device)
     with torch.no_grad():
         alone = layer(x[:1, 3:])
         cache = layer.new_cache(2, 9)
@@ -151,30 +149,30 @@ def test_a_cache_of_rows_padded_on_the_left() -> None:
     assert torch.cat(parts, 1)[0, :3].abs().max() == 0  # rows that see nothing
 
 
-def test_padding_on_the_right() -> None:
-    layer = module(rotary="interleaved", qk_norm=True)
-    x, lengths = draw(2, 9, WIDTH), torch.tensor([[9], [4]])
+def test_padding_on_the_right(device: str) -> None:
+    layer = module(rotary="interleaved", qk_norm=True).to(device)
+    x, lengths = draw(2, 9, WIDTH).to(device), torch.tensor([[9], [4]], device=device)
     x[1, 4:] = torch.nan
     out = layer(x, key_range=(torch.zeros_like(lengths), lengths))
     torch.testing.assert_close(out[1:, :4], layer(x[1:, :4]))
     torch.testing.assert_close(out[:1], layer(x[:1]))
 
 
-def test_packed_sequences() -> None:
-    layer = module(rotary="half", causal=True, window_size=(3, None))
-    x = draw(12, WIDTH)
-    cu = torch.tensor([0, 5, 5, 6, 12], dtype=torch.int32)
+def test_packed_sequences(device: str) -> None:
+    layer = module(rotary="half", causal=True, window_size=(3, None)).to(device)
+    x = draw(12, WIDTH).to(device)
+    cu = torch.tensor([0, 5, 5, 6, 12], dtype=torch.int32, device=device)
     alone = [layer(part[None])[0] for part in x.split([5, 1, 6])]
     torch.testing.assert_close(layer(x, cu_seqlens=cu), torch.cat(alone), rtol=1e-12, atol=1e-12)
 
 
-def test_positions_of_packed_sequences_start_anew() -> None:
+def test_positions_of_packed_sequences_start_anew(device: str) -> None:
     """An angle of 50,000 in float32 would be off by a thousandth."""
     layer = module(rotary="half", causal=True, window_size=(9, None), dtype=torch.float32)
-    torch.nn.init.normal_(layer.q_proj.weight)
-    x = draw(50_010, WIDTH, seed=2).float()
+    torch.nn.init.normal_(layer.to(device).q_proj.weight)
+    x = draw(50_010, WIDTH, seed=2).float().to(device)
     with torch.no_grad():
-        together = layer(x, cu_seqlens=torch.tensor([0, 50_000, 50_010]))
+        together = layer(x, cu_seqlens=torch.tensor([0, 50_000, 50_010], device=device))
         torch.testing.assert_close(together[50_000:], layer(x[None, 50_000:])[0])
 
 
@@ -190,20 +188,21 @@ def test_options_of_a_call() -> None:
     assert layer(x, sinks=sinks).abs().max() < 1e-12  # they take it all
 
 
-def test_dropout_counts_in_training_only() -> None:
-    layer = module(dropout_p=0.5, causal=True)
-    x = draw(2, 11, WIDTH)
+def test_dropout_counts_in_training_only(device: str) -> None:
+    layer = module(dropout_p=0.5, causal=True).to(device)
+    x = draw(2, 11, WIDTH).to(device)
     trained = [layer(x, dropout_seed=seed) for seed in (1, 1, 2)]
     assert torch.equal(trained[0], trained[1])
     assert not torch.equal(trained[0], trained[2])
     layer.eval()
-    torch.testing.assert_close(layer(x), by_formula(layer, x, visible(11)))
+    want = by_formula(copy.deepcopy(layer).cpu(), x.cpu(), visible(11))
+    torch.testing.assert_close(layer(x).cpu(), want)
     assert layer(x, dropout_p=1.0).abs().max() == 0  # a call that asks for it gets it
 
 
-def test_copies_and_files() -> None:
-    layer = module(**CASES["everything"][0])
-    x = draw(2, 11, WIDTH)
+def test_copies_and_files(device: str) -> None:
+    layer = module(**CASES["everything"][0]).to(device)
+    x = draw(2, 11, WIDTH).to(device)
     want = layer(x)
     file = io.BytesIO()
     torch.save(layer, file)
@@ -214,7 +213,7 @@ def test_copies_and_files() -> None:
         torch.load(file, weights_only=False),
     ):
         assert torch.equal(twin(x), want)
-    other = module(**CASES["everything"][0])
+    other = module(**CASES["everything"][0]).to(device)
     torch.nn.init.zeros_(other.q_proj.weight)
     other.load_state_dict(layer.state_dict())
     assert torch.equal(other(x), want)

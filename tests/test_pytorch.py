@@ -1,7 +1,8 @@
 """What PyTorch does around an operator: compile, export, torch.func, checkpoints, autocast, many processes.
 
 tests/test_transforms.py has the operators themselves and functions of them; here are modules, transforms
-inside torch.compile, and training in more than one process.
+inside torch.compile, and training in more than one process. All but the last on each device;
+tests/test_cuda_graphs.py has what only a GPU has.
 """
 
 import copy
@@ -20,7 +21,7 @@ from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounter
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 import tilewise
@@ -36,10 +37,15 @@ def _forget_compiled_code():
     torch.compiler.reset()
 
 
-def layers(count: int = 1, **options: Any) -> torch.nn.Sequential:
+def layers(device: str = "cpu", count: int = 1, **options: Any) -> torch.nn.Sequential:
     torch.manual_seed(0)
-    given = {"rotary": "half", "qk_norm": True, "causal": True, **options}
-    return torch.nn.Sequential(*(Attention(WIDTH, 4, 2, **given) for _ in range(count)))
+    given = {"rotary": "half", "qk_norm": True, "causal": True, "deterministic": True, **options}
+    model = torch.nn.Sequential(*(Attention(WIDTH, 4, 2, **given) for _ in range(count)))
+    return model.to(device)
+
+
+def on(device: str, tree: Any) -> Any:
+    return tree_map_only(Tensor, lambda t: t.to(device), tree)
 
 
 def results(module: torch.nn.Module, call: Callable[[Tensor], Tensor], x: Tensor) -> dict[str, Any]:
@@ -62,8 +68,9 @@ def assert_equal(a: dict[str, Any], b: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
-def test_a_compiled_module_trains_the_same(dropout_p: float) -> None:
-    model, x = layers(dropout_p=dropout_p, window_size=(4, None)), draw(2, 11, WIDTH)
+def test_a_compiled_module_trains_the_same(dropout_p: float, device: str) -> None:
+    model = layers(device, dropout_p=dropout_p, window_size=(4, None))
+    x = draw(2, 11, WIDTH).to(device)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     want = results(model, model, x)
     for name, t in results(model, compiled, x).items():
@@ -109,14 +116,15 @@ PACKS = [
 @pytest.mark.parametrize(
     ("call", "inputs"), [(in_a_range, RANGES), (in_a_window, WINDOWS), (packed, PACKS)]
 )
-def test_lengths_make_no_storm_of_graphs(call: Any, inputs: list[Any]) -> None:
+def test_lengths_make_no_storm_of_graphs(call: Any, inputs: list[Any], device: str) -> None:
     """One for the first length, one for all."""
-    assert count_graphs(call, inputs) == 2
+    assert count_graphs(call, on(device, inputs)) == 2
 
 
-def test_a_module_makes_no_storm_of_graphs() -> None:
-    model = layers()
-    assert count_graphs(model, [(draw(2, n, WIDTH),) for n in LENGTHS]) == 2
+def test_a_module_makes_no_storm_of_graphs(device: str) -> None:
+    model = layers(device)
+    inputs = [(draw(2, n, WIDTH),) for n in LENGTHS]
+    assert count_graphs(model, on(device, inputs)) == 2
     torch.compiler.reset()
     layer = model[0].eval()
     with torch.no_grad():
@@ -127,26 +135,26 @@ def test_a_module_makes_no_storm_of_graphs() -> None:
 
         counter = CompileCounter()
         compiled = torch.compile(step, backend=counter, fullgraph=True)
-        x = draw(1, 12, WIDTH)
+        x = draw(1, 12, WIDTH).to(device)
         steps = [compiled(x[:, i : i + 1], cache) for i in range(12)]
         close(torch.cat(steps, 1), layer(x))
         assert counter.frame_count == 2
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_an_exported_module_takes_other_lengths(strict: bool, tmp_path: Path) -> None:
-    model = layers(window_size=(6, None))
+def test_an_exported_module_takes_other_lengths(strict: bool, device: str, tmp_path: Path) -> None:
+    model = layers(device, window_size=(6, None))
     length = torch.export.Dim("length", min=2, max=512)
-    program = torch.export.export(
-        model, (draw(2, 9, WIDTH),), dynamic_shapes=({1: length},), strict=strict
-    )
+    x = draw(2, 9, WIDTH).to(device)
+    program = torch.export.export(model, (x,), dynamic_shapes=({1: length},), strict=strict)
     torch.export.save(program, tmp_path / "program.pt2")
     loaded = torch.export.load(tmp_path / "program.pt2").module()
     for n in (2, 9, 70):
-        close(loaded(draw(2, n, WIDTH)), model(draw(2, n, WIDTH)))
+        x = draw(2, n, WIDTH).to(device)
+        close(loaded(x), model(x))
 
 
-def test_aot_autograd_keeps_one_operator_and_nothing_quadratic() -> None:
+def test_aot_autograd_keeps_one_operator_and_nothing_quadratic(device: str) -> None:
     graphs: dict[str, torch.fx.GraphModule] = {}
 
     def keep(name: str) -> Callable[..., Any]:
@@ -157,7 +165,7 @@ def test_aot_autograd_keeps_one_operator_and_nothing_quadratic() -> None:
         return compiler
 
     backend = aot_autograd(fw_compiler=keep("forward"), bw_compiler=keep("backward"))
-    x = [t.requires_grad_() for t in qkv(96, batch=1)]
+    x = [t.requires_grad_() for t in on(device, qkv(96, batch=1))]
     out = torch.compile(tilewise.attention, backend=backend, fullgraph=True)(*x, causal=True)
     out.square().sum().backward()
     for name, graph in graphs.items():
@@ -201,9 +209,10 @@ TRANSFORMED: dict[str, Callable[..., Any]] = {
 
 
 @pytest.mark.parametrize("name", TRANSFORMED)
-def test_transforms(name: str) -> None:
+def test_transforms(name: str, device: str) -> None:
     """Eagerly against autograd or differences; inside torch.compile against eager ones."""
-    samples = tuple(draw(3, *shape, dtype=torch.float64, seed=i) for i, shape in enumerate(SHAPES))
+    drawn = (draw(3, *shape, dtype=torch.float64, seed=i) for i, shape in enumerate(SHAPES))
+    samples = on(device, tuple(drawn))
     call, given = TRANSFORMED[name], tuple(t[0] for t in samples)
     if "vmap" in name:
         given = samples
@@ -241,7 +250,7 @@ def directional(function: Callable[..., Tensor], x: Any, moves: Any, step: float
 def jacobian(function: Callable[..., Tensor], argnum: int, *x: Tensor) -> Tensor:
     """By differences: the output's shape, then the argument's."""
     columns = []
-    for unit in torch.eye(x[argnum].numel(), dtype=torch.float64):
+    for unit in torch.eye(x[argnum].numel(), dtype=torch.float64, device=x[argnum].device):
         moves = [torch.zeros_like(t) for t in x]
         moves[argnum] = unit.view_as(x[argnum])
         columns.append(directional(function, x, moves))
@@ -286,9 +295,10 @@ EXPECTED: dict[str, Callable[..., list[Tensor]]] = {
 }
 
 
-def test_dual_numbers_pass_through_compiled_code() -> None:
+def test_dual_numbers_pass_through_compiled_code(device: str) -> None:
     """Not only through torch.func: a tangent is never dropped."""
-    x = tuple(draw(*shape, dtype=torch.float64, seed=i) for i, shape in enumerate(SHAPES))
+    drawn = (draw(*shape, dtype=torch.float64, seed=i) for i, shape in enumerate(SHAPES))
+    x = on(device, tuple(drawn))
     want = directional(attend, x[:1] + x[1:], [x[1], *(torch.zeros_like(t) for t in x[1:])])
     for call in (attend, torch.compile(attend, backend="aot_eager")):
         with forward_ad.dual_level():
@@ -300,8 +310,8 @@ def test_dual_numbers_pass_through_compiled_code() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpoints_of_a_module(reentrant: bool) -> None:
-    model, x = layers(2, dropout_p=0.3), draw(2, 11, WIDTH)
+def test_checkpoints_of_a_module(reentrant: bool, device: str) -> None:
+    model, x = layers(device, 2, dropout_p=0.3), draw(2, 11, WIDTH).to(device)
 
     def checkpointed(x: Tensor) -> Tensor:
         for layer in model:
@@ -311,8 +321,8 @@ def test_checkpoints_of_a_module(reentrant: bool) -> None:
     assert_equal(results(model, model, x), results(model, checkpointed, x))
 
 
-def test_checkpoints_inside_compiled_code() -> None:
-    model, x = layers(dropout_p=0.3), draw(2, 11, WIDTH)
+def test_checkpoints_inside_compiled_code(device: str) -> None:
+    model, x = layers(device, dropout_p=0.3), draw(2, 11, WIDTH).to(device)
     checkpointed = functools.partial(checkpoint, model, use_reentrant=False)
     compiled = torch.compile(checkpointed, backend="aot_eager", fullgraph=True)
     want = results(model, model, x)
@@ -324,12 +334,12 @@ def test_checkpoints_inside_compiled_code() -> None:
     ("low", "compiled"),
     [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float16, False)],
 )
-def test_autocast_of_a_module(low: torch.dtype, compiled: bool) -> None:
-    model, x = layers(), draw(2, 11, WIDTH)
+def test_autocast_of_a_module(low: torch.dtype, compiled: bool, device: str) -> None:
+    model, x = layers(device), draw(2, 11, WIDTH).to(device)
     call = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
 
     def cast(x: Tensor) -> Tensor:
-        with torch.autocast("cpu", dtype=low):
+        with torch.autocast(device, dtype=low):
             return call(x)
 
     want, got = results(model, model, x), results(model, cast, x)
@@ -343,13 +353,19 @@ def test_autocast_of_a_module(low: torch.dtype, compiled: bool) -> None:
 # ------------------------------------------------------------------ operators
 
 
-def operator_arguments(**given: Any) -> list[Any]:
+@pytest.fixture
+def served_by(device: str) -> str:
+    """The backend that works there."""
+    return "triton" if device == "cuda" else "tiled"
+
+
+def operator_arguments(backend: str, **given: Any) -> list[Any]:
     defaults = {
         "scale": 0.3,
         "dropout_p": 0.0,
         "align": "bottom-right",
         "deterministic": True,
-        "backend": "tiled",
+        "backend": backend,
     }
     schema = torch.ops.tilewise.forward.default._schema
     return [{**defaults, **given}.get(a.name) for a in schema.arguments]
@@ -384,8 +400,8 @@ MORE_PROBLEMS: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", MORE_PROBLEMS)
-def test_opcheck_of_more_problems(name: str) -> None:
-    given = operator_arguments(**MORE_PROBLEMS[name]())
+def test_opcheck_of_more_problems(name: str, device: str, served_by: str) -> None:
+    given = on(device, operator_arguments(served_by, **MORE_PROBLEMS[name]()))
     out = torch.ops.tilewise.forward(*given)
     dout = torch.randn_like(out[0])
     backward = [dout, None, *out, True, *given]
@@ -396,9 +412,10 @@ def test_opcheck_of_more_problems(name: str) -> None:
     torch.library.opcheck(torch.ops.tilewise.forward.default, given)
 
 
-def test_opcheck_of_pages() -> None:
+def test_opcheck_of_pages(device: str) -> None:
     pages = draw(5, 4, 2, 8)
     given = operator_arguments(
+        "tiled",
         q=draw(2, 3, 4, 8),
         k=pages,
         v=pages,
@@ -406,7 +423,7 @@ def test_opcheck_of_pages() -> None:
         seqused_k=torch.tensor([7, 5], dtype=torch.int32),
         window_right=0,
     )
-    torch.library.opcheck(torch.ops.tilewise.forward.default, given)
+    torch.library.opcheck(torch.ops.tilewise.forward.default, on(device, given))
 
 
 # ------------------------------------------------------------------ two processes
@@ -419,7 +436,7 @@ def train_in_two_processes(rank: int, path: str) -> None:
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
-    model, x = layers(2, window_size=(5, None)), draw(4, 11, WIDTH)
+    model, x = layers(count=2, window_size=(5, None)), draw(4, 11, WIDTH)
     model(x).square().mean().backward()
     want = {name: p.grad for name, p in model.named_parameters()}
     half = x.chunk(2)[rank]

@@ -90,7 +90,8 @@ def test_calls_that_differ_have_signatures_that_differ():
     torch.use_deterministic_algorithms(True)
     different.append(signature())
     torch.use_deterministic_algorithms(False)
-    assert None not in different and len(set(different)) == len(different)
+    assert None not in different
+    assert len(set(different)) == len(different)
     assert signature() == signature(q=torch.randn_like(q))
 
 
@@ -183,19 +184,26 @@ def test_a_replay_launches_on_the_tensors_it_gets():
 
     first = torch.randn(4), torch.randn(5)
     _, again = replay.recorded(function, *first)
-    assert again is not None and again.shares
+    assert again is not None
+    assert again.shares
     for q, k in (first, (torch.randn(4), torch.randn(5))):
         out, nothing = again(17, q, k)
-        assert out.shape == q.shape and nothing.numel() == 0
+        assert out.shape == q.shape
+        assert nothing.numel() == 0
         programs, y, z, stream, function_, metadata, *hooks = kernel.launches[-1][:9]
-        assert (programs, y, z, stream) == (13, 1, 1, 17) and hooks == [None] * 3
+        assert (programs, y, z, stream) == (13, 1, 1, 17)
+        assert hooks == [None] * 3
         assert (function_, metadata) == (Kernel.function, Kernel.packed_metadata)
         on_q, descriptor, nested, shared, last, number = kernel.launches[-1][9:]
-        assert on_q[1:] == (7, None) and address(on_q[0]) == q.data_ptr()
-        assert descriptor.shape == [1, 2] and address(descriptor.base) == k[view].data_ptr()
-        assert address(nested[0][0]) == out.data_ptr() == address(last) and nested[1] == 2
+        assert on_q[1:] == (7, None)
+        assert address(on_q[0]) == q.data_ptr()
+        assert descriptor.shape == [1, 2]
+        assert address(descriptor.base) == k[view].data_ptr()
+        assert address(nested[0][0]) == out.data_ptr() == address(last)
+        assert nested[1] == 2
         assert address(nested[2][0]) not in (q.data_ptr(), k.data_ptr(), out.data_ptr())
-        assert address(shared[0]) == counter.data_ptr() and number == 11
+        assert address(shared[0]) == counter.data_ptr()
+        assert number == 11
 
 
 def test_one_tensor_given_twice_is_two_inputs():

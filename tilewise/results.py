@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
@@ -23,6 +24,14 @@ def result_shapes(problem: Problem) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return out, (q[1], q[0]) if problem.packed is not None else (q[0], q[2], q[1])
 
 
+@functools.cache
+def nothing(device: torch.device, dtype: torch.dtype) -> Tensor:
+    """The lse_low of a backend that has none."""
+    # It is saved for a backward pass, whatever the first call was.
+    with torch.inference_mode(False):
+        return torch.empty(0, device=device, dtype=dtype)
+
+
 # Sums of products and scales up to here are far from float32's limits.
 LARGEST_PRODUCT, LARGEST_SCALE = 1e36, 1e20
 # The score tensors that have gradients, in the order in which they are passed around.
@@ -39,16 +48,27 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
 
 def products_overflow(problem: Problem) -> bool:
     """Whether scale · q · k or a step on the way may leave float32, or an operand is not finite."""
-    s, q, k = problem.scores, problem.q, problem.k
+    q, k, scale = problem.q, problem.k, problem.scores.scale
     if q.dtype == torch.float64 or not (q.numel() and k.numel()):
         return False
-    if abs(s.scale) > LARGEST_SCALE:
-        return True
     if q.dtype == torch.float16:
-        return False
-    largest = max(abs(float(end)) for end in torch.aminmax(q)) * q.shape[-1]
-    largest *= max(abs(float(end)) for end in torch.aminmax(k))
-    return not largest * max(1.0, abs(s.scale)) < LARGEST_PRODUCT
+        return abs(scale) > LARGEST_SCALE
+    return _overflow(_largest(q) * _largest(k) * q.shape[-1], scale)
+
+
+def scores_overflow(scores: Tensor, scale: float) -> bool:
+    """The same of products that were made: a sum that left float32 on the way is not finite."""
+    return scores.numel() > 0 and _overflow(_largest(scores), scale)
+
+
+def _largest(t: Tensor) -> float:
+    """The largest magnitude; NaN if there is one."""
+    low, high = torch.aminmax(t)
+    return max(-float(low), float(high))
+
+
+def _overflow(product: float, scale: float) -> bool:
+    return abs(scale) > LARGEST_SCALE or not product * max(1.0, abs(scale)) < LARGEST_PRODUCT
 
 
 class Result(NamedTuple):

@@ -90,22 +90,14 @@ def forward(problem: Problem) -> Result | None:
         scale=problem.scores.scale,
     )
     out, lse = out.transpose(1, 2).contiguous(), lse.contiguous()
-    low, high = _ends(lse)
-    if not (_moderate(low, high) and math.isfinite(float(out.sum()))):
-        return None
-    # A logit of −inf by overflow is right to weigh nothing, unless the scale would have brought it
-    # back, or all of its row are so: then the kernel's lse is 0.
-    zeros = low <= 0 <= high and int(lse.count_nonzero()) < lse.numel()
-    if (zeros or _unusual_scale(problem)) and products_overflow(problem):
+    if products_overflow(problem) or not (_moderate(lse) and math.isfinite(float(out.sum()))):
         return None
     return Result(out, lse, torch.zeros_like(lse))
 
 
 def backward(problem: Problem, result: Result, dout: Tensor) -> Gradients | None:
     """The gradients, or None where they are not to be trusted."""
-    if not _moderate(*_ends(result.lse)) or (
-        _unusual_scale(problem) and products_overflow(problem)
-    ):
+    if products_overflow(problem) or not _moderate(result.lse):
         return None
     grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         *_heads_first(dout.contiguous(), problem.q, *_expanded(problem), result.out),
@@ -134,15 +126,6 @@ def _heads_first(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(t.transpose(1, 2) for t in tensors)
 
 
-def _unusual_scale(problem: Problem) -> bool:
-    return not 1e-20 < problem.scores.scale < 1e20
-
-
-def _ends(lse: Tensor) -> tuple[float, float]:
-    """The lowest and the highest; NaN if there is one."""
+def _moderate(lse: Tensor) -> bool:
     low, high = torch.aminmax(lse)
-    return float(low), float(high)
-
-
-def _moderate(low: float, high: float) -> bool:
-    return low > -LARGEST_LSE and high < LARGEST_LSE
+    return float(low) > -LARGEST_LSE and float(high) < LARGEST_LSE

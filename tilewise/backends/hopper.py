@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tilewise.kernels import twins
 from tilewise.kernels.launch import current, launch
-from tilewise.results import Result, result_shapes
+from tilewise.results import Result, nothing, result_shapes
 from tilewise.spec import Problem
 from tilewise.tuning.config import Key, config_for, length_bucket, mask_kind
 
@@ -214,7 +214,7 @@ def forward(problem: Problem) -> Result:
         values = (twins.lines(lse), spec, walk, tile)
         options = {"num_warps": 4, "maxnreg": maxnreg}
         launch(kernels.forward_kernel, programs, q.device, *views, *values, **options)
-    return Result(out, lse, lse.new_empty(0))
+    return Result(out, lse, nothing(lse.device, lse.dtype))
 
 
 def _seen_keys(problem: Problem) -> tuple[int, int]:

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+# Operands of a lower precision are converted so many elements at a time, which stay in the cache.
+CONVERTED = 256 * 1024
 
 
 class Product(Protocol):
@@ -21,10 +24,10 @@ class Product(Protocol):
     name: str
 
     def nt(self, a: Tensor, b: Tensor, scratch: Tensor) -> Tensor:
-        """a @ bᵀ, perhaps in the flat buffer `scratch`."""
+        """a @ bᵀ, perhaps in the flat buffer `scratch`; b may be of a lower precision."""
 
     def nn(self, a: Tensor, b: Tensor) -> Tensor:
-        """a @ b."""
+        """a @ b; b may be of a lower precision."""
 
     def add_nn(self, acc: Tensor, a: Tensor, b: Tensor) -> None:
         """acc += a @ b."""
@@ -41,23 +44,42 @@ class TorchProduct:
     def nt(self, a: Tensor, b: Tensor, scratch: Tensor) -> Tensor:
         n, rows, keys = a.shape[0], a.shape[1], b.shape[1]
         out = scratch[: n * rows * keys].view(n, rows, keys)
-        if n == 1:
-            torch.mm(a[0], b[0].t(), out=out[0])
-        else:
-            torch.bmm(a, b.mT, out=out)
+        for j0, j1, piece in _converted(b, a.dtype):
+            if n == 1:
+                torch.mm(a[0], piece[0].t(), out=out[0, :, j0:j1])
+            else:
+                torch.bmm(a, piece.mT, out=out[..., j0:j1])
         return out
 
     def nn(self, a: Tensor, b: Tensor) -> Tensor:
-        return torch.mm(a[0], b[0]).unsqueeze(0) if a.shape[0] == 1 else torch.bmm(a, b)
+        if b.dtype == a.dtype:
+            return torch.mm(a[0], b[0]).unsqueeze(0) if a.shape[0] == 1 else torch.bmm(a, b)
+        acc = a.new_zeros((*a.shape[:2], b.shape[2]))
+        self.add_nn(acc, a, b)
+        return acc
 
     def add_nn(self, acc: Tensor, a: Tensor, b: Tensor) -> None:
-        if a.shape[0] == 1:
-            acc[0].addmm_(a[0], b[0])
-        else:
-            acc.baddbmm_(a, b)
+        for j0, j1, piece in _converted(b, a.dtype):
+            if a.shape[0] == 1:
+                acc[0].addmm_(a[0, :, j0:j1], piece[0])
+            else:
+                acc.baddbmm_(a[..., j0:j1], piece)
 
     def add_tn(self, acc: Tensor, a: Tensor, b: Tensor) -> None:
         self.add_nn(acc, a.mT, b)
+
+
+def _converted(t: Tensor, dtype: torch.dtype) -> Iterator[tuple[int, int, Tensor]]:
+    """(j0, j1, keys j0 … j1 − 1) of a stack (N, keys, D) in that dtype: all at once if they have it."""
+    keys = t.shape[1]
+    if t.dtype == dtype:
+        yield 0, keys, t
+        return
+    step = max(1, CONVERTED // (t.shape[0] * t.shape[2]))
+    room = torch.empty_like(t[:, :step], dtype=dtype)
+    for j0 in range(0, keys, step):
+        j1 = min(j0 + step, keys)
+        yield j0, j1, room[:, : j1 - j0].copy_(t[:, j0:j1])
 
 
 class OneDnnProduct(TorchProduct):
@@ -70,17 +92,20 @@ class OneDnnProduct(TorchProduct):
     name = "oneDNN"
 
     def nt(self, a: Tensor, b: Tensor, scratch: Tensor) -> Tensor:
-        if a.shape[0] != 1 or a.shape[2] == 0:
+        if a.shape[0] != 1 or a.shape[2] == 0 or b.dtype != a.dtype:
             return super().nt(a, b, scratch)
         return _linear(a[0].contiguous(), b[0]).unsqueeze(0)
 
     def nn(self, a: Tensor, b: Tensor) -> Tensor:
-        if a.shape[0] != 1 or a.shape[2] == 0:
+        if a.shape[0] != 1 or a.shape[2] == 0 or b.dtype != a.dtype:
             return super().nn(a, b)
         return _linear(a[0].contiguous(), b[0].t()).unsqueeze(0)
 
     def add_nn(self, acc: Tensor, a: Tensor, b: Tensor) -> None:
-        acc.add_(self.nn(a, b))
+        if b.dtype != a.dtype:
+            super().add_nn(acc, a, b)
+        else:
+            acc.add_(self.nn(a, b))
 
     def add_tn(self, acc: Tensor, a: Tensor, b: Tensor) -> None:
         if a.shape[0] != 1 or a.shape[1] == 0:

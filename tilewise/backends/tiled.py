@@ -25,7 +25,7 @@ from tilewise import dense
 from tilewise.backends import flash
 from tilewise.backends.bands import cut_of, pieces
 from tilewise.backends.products import product_for
-from tilewise.backends.tiles import LOG2E, NEG_INF, Tiles, Where, parts, tile_shape
+from tilewise.backends.tiles import LOG2E, NEG_INF, Tiles, Where, few_rows, parts, tile_shape
 from tilewise.results import (
     SCORE_NAMES,
     Gradients,
@@ -107,12 +107,13 @@ def backward(
 
 def _forward_part(part: Problem, out: Tensor, lse: Tensor) -> None:
     """Writes out (b, Sq, Hq, Dv) and float64 lse (b, Hq, Sq) of one part."""
-    if products_overflow(part):
+    cut = cut_of(part)
+    watched = cut is None and few_rows(part)
+    if not watched and products_overflow(part):
         _forward_exactly(part, 0, part.q.shape[1], out, lse)
         return
-    cut = cut_of(part)
     if cut is None:
-        _forward_tiles(part, out, lse)
+        _forward_tiles(part, out, lse, watched)
         return
     for piece in pieces(part, cut):
         o, m = piece.of_rows(out), piece.of_lse(lse)
@@ -120,8 +121,8 @@ def _forward_part(part: Problem, out: Tensor, lse: Tensor) -> None:
             _forward_tiles(piece.problem.part(blocks, heads), o[blocks], m[blocks])
 
 
-def _forward_tiles(part: Problem, out: Tensor, lse: Tensor) -> None:
-    tiles = Tiles(part)
+def _forward_tiles(part: Problem, out: Tensor, lse: Tensor, watched: bool = False) -> None:
+    tiles = Tiles(part, watched)
     scratch = tiles.scratch()
     k, v = tiles.key_stack(part.k), tiles.key_stack(part.v)
     for i0, i1 in tiles.query_blocks():
@@ -145,11 +146,11 @@ def _forward_rows(
     q = tiles.query_stack(tiles.part.q[:, i0:i1])
     edges = tiles.edges(i0, i1)
     so_far = None
-    for j0, j1 in tiles.key_blocks(edges.bounds.first, edges.bounds.last):
+    for j0, j1 in tiles.key_blocks(edges.bounds.first, edges.bounds.last, tiles.key_step):
         at = Where(i0, i1, j0, j1)
         if tiles.hidden_by_mask(at):
             continue
-        s, _ = tiles.logits(q, k[:, j0:j1].to(tiles.dtype), at, edges, scratch)
+        s, _ = tiles.logits(q, k[:, j0:j1], at, edges, scratch)
         m = s.amax(-1, keepdim=True)
         if so_far is not None:
             m = torch.maximum(m, so_far.m)
@@ -160,7 +161,7 @@ def _forward_rows(
         kept = tiles.kept(p, at)
         if kept is not None:
             p.mul_(kept)
-        values = v[:, j0:j1].to(tiles.dtype)
+        values = v[:, j0:j1]
         if so_far is None:
             acc = tiles.product.nn(p, values)
         else:
@@ -312,7 +313,7 @@ def _backward_tiles(
     dq = _sum_of(grads.q)
     scratch, scratch_dp = tiles.scratch(), tiles.scratch()
     total = 0.0
-    for start, stop in tiles.key_blocks(0, part.k.shape[1]):
+    for start, stop in tiles.key_blocks(0, part.k.shape[1], tiles.backward_step):
         k, v = (t[:, start:stop].to(dtype) for t in (all_k, all_v))
         dk, dv = torch.zeros_like(k), torch.zeros_like(v)
         for i0, i1, edges in blocks:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tilewise.backends.products import product_for
 from tilewise.random import keep_mask, keep_scale
-from tilewise.results import accumulation_dtype
+from tilewise.results import accumulation_dtype, scores_overflow
 from tilewise.spec import ALL, Bounds, Problem, part_of
 
 LOG2E = math.log2(math.e)
@@ -51,6 +51,11 @@ def parts(problem: Problem) -> Iterator[tuple[slice, slice, slice]]:
             yield slice(b0, min(b0 + batches, b)), slice(h0 * g, h1 * g), slice(h0, h1)
 
 
+def few_rows(part: Problem) -> bool:
+    """Whether a part's keys have more elements than scores: reading them is then most of the work."""
+    return part.q.shape[1] * part.groups < part.k.shape[3]
+
+
 class Where(NamedTuple):
     """A tile: rows i0 … i1 − 1, keys j0 … j1 − 1."""
 
@@ -76,8 +81,9 @@ class Tiles:
     A grid is a view (batch, key heads, queries, G, …) of a stack (N, rows, …).
     """
 
-    def __init__(self, part: Problem) -> None:
-        self.part = part
+    def __init__(self, part: Problem, watched: bool = False) -> None:
+        """`watched`: it is the scores that will tell of an overflow; nobody looked at the operands."""
+        self.part, self.watched = part, watched
         self.dtype = accumulation_dtype(part.q.dtype)
         self.product = product_for(self.dtype, part.q.device)
         self._band_edges: dict[tuple[int, int, int, bool], Tensor] = {}
@@ -90,17 +96,19 @@ class Tiles:
         self.exponent = (s.scale if self.plain else 1.0) * LOG2E
         rows, area = tile_shape(part)
         self.step = min(max(1, rows // self.groups), self.queries)
-        # Where rows are few, it is the keys themselves that fill the cache.
-        taller = max(self.step * self.groups, (width + part.v.shape[-1]) // 4)
-        self.key_step = max(1, area // (self.stack * taller))
+        tall = self.step * self.groups
+        self.key_step = max(1, area // (self.stack * tall))
+        # A backward pass holds keys and their gradients: where rows are few, it is they that fill it.
+        taller = max(tall, (width + part.v.shape[-1]) // 4)
+        self.backward_step = max(1, area // (self.stack * taller))
 
     def query_blocks(self) -> list[tuple[int, int]]:
         n = self.queries
         return [(i0, min(i0 + self.step, n)) for i0 in range(0, n, self.step)]
 
-    def key_blocks(self, first: int, last: int) -> Iterator[tuple[int, int]]:
-        for j0 in range(first, last, self.key_step):
-            yield j0, min(j0 + self.key_step, last)
+    def key_blocks(self, first: int, last: int, step: int) -> Iterator[tuple[int, int]]:
+        for j0 in range(first, last, step):
+            yield j0, min(j0 + step, last)
 
     def scratch(self) -> Tensor:
         """Room for the scores of one tile."""
@@ -130,10 +138,10 @@ class Tiles:
     def key_stack(self, t: Tensor) -> Tensor:
         """(batch, keys, Hkv, D) as a stack (N, keys, D), if possible a view.
 
-        Keys that several query blocks will read are converted at once, others tile by tile.
+        They are converted at once, or by the products where they are more than their scores.
         """
         stack = t.transpose(1, 2).reshape(self.stack, -1, t.shape[-1])
-        return stack.to(self.dtype) if self.step < self.queries else stack
+        return stack if few_rows(self.part) else stack.to(self.dtype)
 
     def of_lse(self, t: Tensor) -> Tensor:
         """A stack (N, rows, 1) as (batch, Hq, queries)."""
@@ -195,6 +203,8 @@ class Tiles:
         """
         scores = self.part.scores
         s = self.product.nt(q, k, scratch)
+        if self.watched and scores_overflow(s, scores.scale):
+            s.fill_(math.nan)  # no result
         grid = self.grid(s)
         slope = None
         if not self.plain:

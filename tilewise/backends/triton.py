@@ -27,7 +27,7 @@ from torch import Tensor
 
 from tilewise.kernels import twins
 from tilewise.kernels.launch import launch
-from tilewise.results import Gradients, Result, accumulation_dtype, result_shapes
+from tilewise.results import Gradients, Result, accumulation_dtype, nothing, result_shapes
 from tilewise.spec import Problem, Scores
 from tilewise.tuning.config import (
     Config,
@@ -140,15 +140,7 @@ def forward(problem: Problem) -> Result:
         )
     elif lse.numel():
         lse.fill_(float("-inf"))
-    return Result(out, lse, _nothing(lse.device, lse.dtype))
-
-
-@functools.cache
-def _nothing(device: torch.device, dtype: torch.dtype) -> Tensor:
-    with torch.inference_mode(
-        False
-    ):  # it is saved for a backward pass, whatever the first call was
-        return torch.empty(0, device=device, dtype=dtype)
+    return Result(out, lse, nothing(lse.device, lse.dtype))
 
 
 def backward(
