@@ -1,9 +1,10 @@
 """What the compiler makes of the Triton kernels, for GPUs that need not be here.
 
-    python benchmarks/compile_matrix.py --arch 80 90 --bits 16 32 --out matrix.csv
+    python benchmarks/compile_matrix.py --arch 80 gfx942 --bits 16 32 --out matrix.csv
 
 Every kernel with the tiles that a GPU without a table gets: registers a thread, shared memory and spills,
-in bytes, and how long compiling takes. Rows are written as they come; those of a file that exists are kept.
+in bytes, and how long compiling takes; an error where it does not compile or does not fit. Rows are
+written as they come; those of a file that exists are kept.
 """
 
 from __future__ import annotations
@@ -16,40 +17,48 @@ import time
 from pathlib import Path
 
 from tilewise.tuning import search
-from tilewise.tuning.compiling import cuda_target
+from tilewise.tuning.compiling import SHARED_KB, room, target
 from tilewise.tuning.config import MASKS, OPERATIONS, Config, Key, heuristic, product_bits
 from tilewise.tuning.workers import cores, start_worker
 
 COLUMNS = ("arch", *Key._fields, "config", "registers", "shared", "spilled", "seconds", "error")
 
 
-def compiled(job: tuple[int, Key]) -> list[object]:
+def compiled(job: tuple[str, Key]) -> list[object]:
     arch, key = job
     start = time.perf_counter()
-    report = search.compiled(key, config_of(arch, key), cuda_target(arch))
+    report = search.compiled(key, config_of(arch, key), target(arch))
     seconds = round(time.perf_counter() - start, 1)
     if isinstance(report, str):
         return [*identity(arch, key), "", "", "", seconds, report]
     needs = (report.registers, report.shared, report.spilled)
-    return [*identity(arch, key), *needs, seconds, ""]
+    error = f"more than {room_of(job)}" if report.shared > room_of(job) else ""
+    return [*identity(arch, key), *needs, seconds, error]
 
 
-def identity(arch: int, key: Key) -> tuple[str, ...]:
+def identity(arch: str, key: Key) -> tuple[str, ...]:
     """The first columns of a row: what need not be compiled again."""
     c = config_of(arch, key)
     tile = f"{c.block_q}x{c.block_k} w{c.num_warps} s{c.num_stages}"
-    return (str(arch), *map(str, key), tile)
+    return (arch, *map(str, key), tile)
 
 
-def config_of(arch: int, key: Key) -> Config:
-    bits = product_bits(search.DTYPES[key.bits], arch)
-    return heuristic(key._replace(bits=bits))
+def config_of(arch: str, key: Key) -> Config:
+    capability = int(arch) if arch.isdigit() else 0
+    return heuristic(key._replace(bits=product_bits(search.DTYPES[key.bits], capability)))
+
+
+def room_of(job: tuple[str, Key]) -> int:
+    """Bytes of shared memory that it may need; 0 where no such GPU serves it."""
+    arch, key = job
+    without_double = arch in ("75", "gfx942") and key.bits == 64  # see backends/triton.py
+    return 0 if without_double else room(arch, search.DTYPES[key.bits], key.head_dim)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     several = functools.partial(parser.add_argument, nargs="+")
-    several("--arch", type=int, default=[75, 80, 90, 100], help="compute capabilities, 90 for 9.0")
+    several("--arch", default=["75", "80", "90", "100", "gfx942"], choices=list(SHARED_KB))
     several("--bits", type=int, default=[16, 32, 64])
     several("--head-dim", type=int, default=sorted(search.HEAD_DIMS))
     several("--mask", default=list(MASKS))
@@ -59,8 +68,7 @@ def main() -> None:
     given = parser.parse_args()
 
     keys = search.keys(given.operation, given.bits, given.head_dim, given.mask, ("long",))
-    # float64 is served from 8.0 on.
-    jobs = [(arch, key) for key in keys for arch in given.arch if key.bits < 64 or arch >= 80]
+    jobs = [job for key in keys for arch in given.arch if room_of(job := (arch, key))]
     rows: dict[tuple[str, ...], list[str]] = {}
     if given.out.exists():
         with given.out.open(newline="") as file:

@@ -33,6 +33,7 @@ from tilewise.tuning.config import (
     Config,
     Key,
     config_for,
+    least_shared_bytes,
     length_bucket,
     mask_kind,
     product_bits,
@@ -68,6 +69,10 @@ def unsupported(problem: Problem) -> list[str]:
         reasons.append("Triton's interpreter computes bfloat16 wrongly")
     if q.device.type == "cuda" and torch.version.cuda is not None:
         reasons += _too_old(torch.cuda.get_device_capability(q.device), q.dtype)
+    if q.device.type == "cuda" and torch.version.hip is not None and q.dtype == torch.float64:
+        reasons.append("Triton's compiler fails on products of float64 for AMD's GPUs")
+    if q.device.type == "cuda" and widest <= LARGEST_HEAD_DIM:
+        reasons += _too_wide(_shared_bytes(q.device), q.dtype, widest)
     return reasons
 
 
@@ -87,6 +92,25 @@ def _too_old(capability: tuple[int, int], dtype: torch.dtype) -> list[str]:
     return [
         f"{name} needs compute capability {want[0]}.{want[1]}, this GPU has {have[0]}.{have[1]}"
     ]
+
+
+def _too_wide(shared: int, dtype: torch.dtype, widest: int) -> list[str]:
+    needs = least_shared_bytes(dtype, twins.power_of_two(widest))
+    if needs <= shared:
+        return []
+    name = str(dtype).removeprefix("torch.")
+    return [
+        f"{name} of head dim {widest} needs {needs // 1024} KB of shared memory for the smallest tile, "
+        f"a block of this GPU may have {shared // 1024} KB"
+    ]
+
+
+@functools.cache
+def _shared_bytes(device: torch.device) -> int:
+    """Of shared memory that a block may have."""
+    of = torch.cuda.get_device_properties(device)
+    # The first is more than what a block has without asking; AMD's GPUs do not tell the two apart.
+    return int(getattr(of, "shared_memory_per_block_optin", of.shared_memory_per_block))
 
 
 def config(problem: Problem) -> dict[str, Any]:

@@ -11,14 +11,15 @@ import torch
 
 from tilewise.kernels.replay import note
 
-_compiled: ContextVar[list[Any] | None] = ContextVar("compiled", default=None)
+_compiled: ContextVar[tuple[list[Any], str | None] | None] = ContextVar("compiled", default=None)
 
 
 @contextmanager
-def compiled_only() -> Iterator[list[Any]]:
-    """Within the block kernels are compiled and collected in the list it gives, and none is launched."""
+def compiled_only(name: str | None = None) -> Iterator[list[Any]]:
+    """Within the block kernels (or the one of that name) are compiled and collected in the list it gives,
+    and none is launched."""
     kernels: list[Any] = []
-    token = _compiled.set(kernels)
+    token = _compiled.set((kernels, name))
     try:
         yield kernels
     finally:
@@ -29,9 +30,10 @@ def launch(
     kernel: Any, programs: int, device: torch.device, *arguments: Any, **options: Any
 ) -> None:
     """Runs so many programs of a kernel on the current stream of a device."""
-    compiled = _compiled.get()
-    if compiled is not None:
-        compiled.append(kernel.warmup(*arguments, grid=(programs,), **options))
+    if compiled := _compiled.get():
+        kernels, name = compiled
+        if name in (None, kernel.__name__):
+            kernels.append(kernel.warmup(*arguments, grid=(programs,), **options))
         return
     with current(device):
         note(kernel[(programs,)](*arguments, **options), programs, arguments)

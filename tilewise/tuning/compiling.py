@@ -17,6 +17,7 @@ from triton.backends.compiler import GPUTarget
 from tilewise import dispatch
 from tilewise.kernels.launch import compiled_only
 from tilewise.spec import Problem
+from tilewise.tuning.config import least_shared_bytes
 
 
 class Report(NamedTuple):
@@ -53,15 +54,16 @@ class _Absent:
 
 
 @contextmanager
-def compiling_for(target: GPUTarget) -> Iterator[list[Any]]:
-    """Within the block kernels are compiled for the target and not launched; gives the list of them.
+def compiling_for(target: GPUTarget, name: str | None = None) -> Iterator[list[Any]]:
+    """Within the block kernels (or the one of that name) are compiled for the target and not launched;
+    gives the list of them.
 
     The compiled kernels land in Triton's cache, where a process with such a GPU finds them.
     """
     active = triton.runtime.driver._active
     triton.runtime.driver.set_active(_Absent(target))
     try:
-        with compiled_only() as kernels:
+        with compiled_only(name) as kernels:
             yield kernels
     finally:
         triton.runtime.driver._active = active
@@ -79,9 +81,37 @@ def compile_problem(
     return kernels
 
 
+# Kilobytes of shared memory that a block may have, of the GPUs that run the code for an architecture: that
+# for 8.0 runs on 8.6 and 8.9 too.
+SHARED_KB = {
+    "75": (64,),
+    "80": (163, 99),
+    "90": (227,),
+    "100": (227,),
+    "120": (99,),
+    "gfx942": (64,),
+}
+# Columns of tensor memory, where there is one.
+TENSOR_MEMORY = 512
+
+
 def cuda_target(capability: int) -> GPUTarget:
     """The target of a compute capability: 90 for 9.0."""
     return GPUTarget("cuda", capability, 32)
+
+
+def target(architecture: str) -> GPUTarget:
+    """The target of an architecture's name in SHARED_KB."""
+    if architecture.startswith("gfx"):
+        return GPUTarget("hip", architecture, 64)
+    return cuda_target(int(architecture))
+
+
+def room(architecture: str, dtype: torch.dtype, head_dim: int) -> int:
+    """Bytes of shared memory that a kernel may need to run on every GPU of an architecture that serves
+    such heads at all; 0 where none does."""
+    needs = least_shared_bytes(dtype, head_dim)
+    return min((1024 * kb for kb in SHARED_KB[architecture] if needs <= 1024 * kb), default=0)
 
 
 def report(kernel: Any, target: GPUTarget) -> Report:
@@ -114,10 +144,16 @@ def report(kernel: Any, target: GPUTarget) -> Report:
 
 def summary(kernel: Any) -> Report:
     """What the binary of a compiled kernel needs, at once and without the notes: spills are its stack."""
+    name, shared = kernel.name, kernel.metadata.shared
+    if kernel.metadata.target.backend == "hip":
+        says = {key: int(n) for key, n in re.findall(r"\.(\w+): *(\d+)", kernel.asm["amdgcn"])}
+        return Report(name, says["vgpr_count"], shared, says["private_segment_fixed_size"], ())
+    if (getattr(kernel.metadata, "tmem_size", 0) or 0) > TENSOR_MEMORY:
+        raise ValueError(f"{name} needs {kernel.metadata.tmem_size} columns of tensor memory")
     with tempfile.TemporaryDirectory() as folder:
         binary = Path(folder) / "kernel.cubin"
         binary.write_bytes(kernel.asm["cubin"])
         command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", str(binary)]
         log = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     registers, stack = (max(map(int, re.findall(rf"{n}:(\d+)", log))) for n in ("REG", "STACK"))
-    return Report(kernel.name, registers, kernel.metadata.shared, stack, ())
+    return Report(name, registers, shared, stack, ())

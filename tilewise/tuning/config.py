@@ -136,22 +136,27 @@ def write_table(path: Path, configs: dict[Key, Config], about: dict[str, str]) -
     path.write_text(f'{{"about": {json.dumps(about)},\n"configs": [\n{lines}\n]}}\n')
 
 
-# For head dims up to 64, 128, 256 and 512.
+# By the bits of a product and operation, for head dims up to 64, 128, 256 and 512.
 _BY_WIDTH = {
-    (16, "forward"): ((128, 64, 4, 3), (128, 64, 8, 2), (64, 32, 4, 2), (32, 32, 8, 1)),
-    (16, "queries"): ((64, 64, 4, 2), (64, 64, 4, 1), (32, 32, 4, 1), (16, 16, 8, 1)),
-    (16, "keys"): ((32, 64, 4, 2), (32, 64, 4, 1), (32, 32, 4, 1), (16, 16, 8, 1)),
+    (16, "forward"): ((64, 64, 4, 3), (128, 64, 8, 2), (64, 32, 8, 2), (32, 32, 8, 1)),
+    (16, "queries"): ((64, 64, 4, 2), (64, 64, 4, 1), (32, 32, 8, 1), (16, 16, 8, 1)),
+    (16, "keys"): ((32, 64, 4, 2), (32, 64, 4, 1), (32, 32, 8, 1), (16, 16, 8, 1)),
     (16, "bias"): ((64, 64, 4, 1), (32, 64, 4, 1), (16, 32, 4, 1), (16, 16, 8, 1)),
-    (32, "forward"): ((64, 32, 4, 2), (32, 32, 4, 2), (16, 16, 4, 1), (16, 16, 8, 1)),
-    (32, "queries"): ((32, 32, 4, 2), (32, 16, 4, 1), (16, 16, 4, 1), (16, 16, 8, 1)),
-    (32, "keys"): ((32, 32, 4, 2), (32, 16, 4, 1), (16, 16, 4, 1), (16, 16, 8, 1)),
-    (32, "bias"): ((16, 32, 4, 1), (16, 16, 4, 1), (16, 16, 4, 1), (16, 16, 8, 1)),
+    (32, "forward"): ((64, 32, 8, 2), (32, 32, 8, 2), (16, 16, 8, 1), (16, 16, 8, 1)),
+    (32, "queries"): ((32, 32, 8, 2), (32, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
+    (32, "keys"): ((32, 32, 8, 2), (32, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
+    (32, "bias"): ((16, 32, 4, 1), (16, 32, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
+    (64, "forward"): ((32, 32, 4, 1), (16, 16, 4, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
+    (64, "queries"): ((32, 32, 8, 1), (16, 16, 4, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
+    (64, "keys"): ((32, 32, 8, 1), (16, 16, 4, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
+    (64, "bias"): ((32, 32, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
 }
 
 
 def heuristic(key: Key) -> Config:
-    """What a device without a table gets: tiles that fit the 99 KB of shared memory of most GPUs and keep
-    to registers. Wide ones of float32 and float64 do neither, whatever the tile."""
+    """What a device without a table gets: tiles that fit the 99 KB of shared memory of most GPUs (where
+    any do, see least_shared_bytes), and that spill little: rows of float32 from 256 on fill the registers
+    whatever the tile."""
     if key.operation == "hopper_forward":
         # Four warps load, and each 64 rows have four. A third 64 leave each thread fewer registers.
         if key.head_dim <= 64 and (
@@ -159,10 +164,11 @@ def heuristic(key: Key) -> Config:
         ):
             return Config(192, 128, 16, 2)
         return Config(128, 128 if key.head_dim <= 128 else 64, 12, 2)
-    if key.bits == 64:
-        side = 32 if key.head_dim <= 64 else 16
-        return Config(side, side, 4, 1)
-    if key[:4] == ("forward", 16, 64, "general"):
-        return Config(128, 64, 8, 2)
     by_width = _BY_WIDTH[key.bits, key.operation]
     return Config(*by_width[max(0, (key.head_dim - 1).bit_length() - 6)])
+
+
+def least_shared_bytes(dtype: torch.dtype, head_dim: int) -> int:
+    """What the smallest tiles need, of 16 rows and 16 keys: in the backward pass q, k, v, dout and one of
+    them transposed, and room for reductions."""
+    return 5 * 16 * head_dim * dtype.itemsize + 2048
