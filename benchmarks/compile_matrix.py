@@ -58,7 +58,7 @@ def room_of(job: tuple[str, Key]) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     several = functools.partial(parser.add_argument, nargs="+")
-    several("--arch", default=["75", "80", "90", "100", "gfx942"], choices=list(SHARED_KB))
+    several("--arch", choices=list(SHARED_KB), default=list(SHARED_KB))
     several("--bits", type=int, default=[16, 32, 64])
     several("--head-dim", type=int, default=sorted(search.HEAD_DIMS))
     several("--mask", default=list(MASKS))

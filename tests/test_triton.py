@@ -376,6 +376,31 @@ def test_more_sequences_than_are_looked_up_at_once(monkeypatch: pytest.MonkeyPat
 # ------------------------------------------------------------------ shapes
 
 
+@pytest.mark.parametrize("shape", [(66000, 1, 1, 4), (1, 1, 66000, 4)], ids=["batch", "heads"])
+def test_more_programs_than_sixteen_bits_count(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]
+) -> None:
+    """The grid has one dimension, the only one that goes past 65,535. Interpreting them all takes minutes:
+    only the programs that are asked for are counted."""
+    grids: list[tuple[int, ...]] = []
+
+    class Kernel:
+        __name__ = "kernel"
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            grids.append(grid)
+            return lambda *arguments, **options: None
+
+    from tilewise.kernels import backward, forward
+
+    monkeypatch.setattr(forward, "forward_kernel", Kernel())
+    for name in ("delta_kernel", "queries_kernel", "keys_kernel"):
+        monkeypatch.setattr(backward, name, Kernel())
+    q = torch.zeros(shape)
+    evaluate(Call(tilewise.attention, {"q": q, "k": q, "v": q}), "triton")
+    assert grids == [(66000,)] * 4
+
+
 @pytest.mark.parametrize("rows", [1, 20])
 @pytest.mark.parametrize("columns", [1, 30])
 def test_bias_of_every_shape(rows: int, columns: int) -> None:

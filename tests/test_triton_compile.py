@@ -123,7 +123,7 @@ def test_the_matrix_has_every_tile_of_the_heuristic_and_each_fits() -> None:
             for row in csv.DictReader(file)
         }
     widths, missing = (64, 128, 256, 512), []
-    for architecture in ("75", "80", "90", "100", "gfx942"):
+    for architecture in SHARED_KB:
         for key in search.keys(bits=(16, 32, 64), head_dims=widths, lengths=("long",)):
             allowed = room(architecture, search.DTYPES[key.bits], key.head_dim)
             refused = key.bits == 64 and architecture in ("75", "gfx942")  # see backends/triton.py
