@@ -107,7 +107,8 @@ class Sizes(NamedTuple):
 
 
 class Spec(NamedTuple):
-    """What is computed, apart from the operands. HIDES: a mask or bias may hide single entries."""
+    """What is computed, apart from the operands. HIDES: a mask or bias may hide single entries. LEAKS: keys
+    may be hidden from rows of whose tile they are, so that 0 · NaN has to be looked for."""
 
     sizes: Sizes
     band: Band
@@ -117,6 +118,7 @@ class Spec(NamedTuple):
     dropout: Dropout | None
     packed: Packed | None
     HIDES: Any
+    LEAKS: Any
 
 
 class Tile(NamedTuple):
@@ -347,37 +349,43 @@ def walks(edges, BLOCK: tl.constexpr, ALL_EDGE: tl.constexpr):
 
 
 @triton.jit
-def seen_by(rows, across, along, allowed, bias, TRANSPOSED: tl.constexpr):
-    """Which entries of a tile are seen, given its part of mask and bias if there are any."""
-    if TRANSPOSED:
-        seen = (along >= rows.lo[None, :]) & (along < rows.hi[None, :])
-    else:
-        seen = (along >= rows.lo[:, None]) & (along < rows.hi[:, None])
-    if allowed is not None:
-        seen = seen & allowed
+def seen_by(rows, along, allowed, bias, spec, tile, EDGE: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """Which entries of a tile are seen, None for all, by what is given: its part of a mask and of a bias, and
+    on an EDGE the rows' intervals."""
+    seen = allowed
+    if EDGE:
+        if (spec.band.left is not None) or (spec.key_start is not None):
+            lo = rows.lo[None, :] if TRANSPOSED else rows.lo[:, None]
+            inside = along >= lo
+            seen = inside if seen is None else seen & inside
+        # A program that owns keys writes nothing for those past the last.
+        past_last: tl.constexpr = tile.RAGGED_K and not TRANSPOSED
+        if past_last or (spec.band.right is not None) or (spec.key_start is not None):
+            hi = rows.hi[None, :] if TRANSPOSED else rows.hi[:, None]
+            inside = along < hi
+            seen = inside if seen is None else seen & inside
     if bias is not None:
-        seen = seen & (bias != NEG_INF)
+        inside = bias != NEG_INF
+        seen = inside if seen is None else seen & inside
     return seen
 
 
 @triton.jit
-def wanted_keys(seen, keys, edges, spec):
-    """The keys of an edge tile that a row of it sees: what the others hold, NaN maybe, must not be read.
-    A band leaves no gaps between the bounds of a tile, which saves looking at every entry."""
-    if spec.HIDES or (spec.key_start is not None):
-        wanted = tl.max(seen.to(tl.int32), 0) > 0
-    else:
-        wanted = (keys >= edges.first) & (keys < edges.last)
-    return wanted
+def has_nan(x):
+    """Whether there is a NaN in a tile, or there are infinities of both signs."""
+    total = tl.sum(tl.sum(x, 1), 0)
+    return total != total
 
 
 @triton.jit
-def load_full(tma, at, head, row, pointers, WIDTH: tl.constexpr):
-    """A tile without edges, by the tensor memory accelerator where there is a descriptor for it."""
+def load_tile(tma, at, head, row, pointers, inside, WIDTH: tl.constexpr):
+    """The tile that begins with a row of a tensor, by the tensor memory accelerator where there is a
+    descriptor for it. Rows that are not `inside` (None: all are) may hold anything."""
     if tma is None:
-        tile = load_rows(pointers, None, WIDTH)
+        tile = load_rows(pointers, inside, WIDTH)
     else:
-        tile = tma.load([at.batch.to(tl.int32), row, head, 0]).reshape(pointers.shape)
+        place_in = [at.batch.to(tl.int32), tl.cast(row, tl.int32), head, 0]
+        tile = tma.load(place_in).reshape(pointers.shape)
     return tile
 
 
@@ -402,23 +410,40 @@ def load_rows(pointers, wanted, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def grid_tile(t, at, head, across, along, other):
-    """The part of a `Grid` beside a tile, 1 wide where it is broadcast; `other` where it has no part."""
-    base = t.data + at.batch * t.batch + head.to(tl.int64) * t.head
-    if t.ROWS:
-        base += at.start_q * t.row
-    columns = tl.minimum(at.sk, t.columns)
-    if t.ROWS and t.COLUMNS:
-        inside = (across < at.sq) & (along < columns)
-        offsets = across.to(tl.int64) * t.row + along.to(tl.int64) * t.column
-        tile = tl.load(base + offsets, mask=inside, other=other)
-    elif t.ROWS:
-        tile = tl.load(base + across.to(tl.int64) * t.row, mask=across < at.sq, other=other)
-    elif t.COLUMNS:
-        tile = tl.load(base + along.to(tl.int64) * t.column, mask=along < columns, other=other)
+def grid_tile(t, tma, at, head, i, j, other, tile, TRANSPOSED: tl.constexpr):
+    """The part of a `Grid` beside the tile of queries i … and keys j …, 1 wide where it is broadcast;
+    `other` where it has no part (by `tma`, a descriptor or None: anything)."""
+    if tma is not None:
+        # Where one is for all, the stride is 0.
+        batch = tl.minimum(at.batch, at.batch * t.batch)
+        owner = tl.minimum(head, head * t.head)
+        place_in = [
+            batch.to(tl.int32),
+            owner.to(tl.int32),
+            tl.cast(i, tl.int32),
+            tl.cast(j, tl.int32),
+        ]
+        part = tma.load(place_in).reshape([tile.BLOCK_Q, tile.BLOCK_K])
+        if TRANSPOSED:
+            part = tl.trans(part)
     else:
-        tile = tl.load(base + tl.zeros([1, 1], tl.int32))
-    return tile
+        across = (i + tl.arange(0, tile.BLOCK_Q)).expand_dims(0 if TRANSPOSED else 1)
+        along = (j + tl.arange(0, tile.BLOCK_K)).expand_dims(1 if TRANSPOSED else 0)
+        base = t.data + at.batch * t.batch + head.to(tl.int64) * t.head
+        if t.ROWS:
+            base += at.start_q * t.row
+        columns = tl.minimum(at.sk, t.columns)
+        if t.ROWS and t.COLUMNS:
+            inside = (across < at.sq) & (along < columns)
+            offsets = across.to(tl.int64) * t.row + along.to(tl.int64) * t.column
+            part = tl.load(base + offsets, mask=inside, other=other)
+        elif t.ROWS:
+            part = tl.load(base + across.to(tl.int64) * t.row, mask=across < at.sq, other=other)
+        elif t.COLUMNS:
+            part = tl.load(base + along.to(tl.int64) * t.column, mask=along < columns, other=other)
+        else:
+            part = tl.load(base + tl.zeros([1, 1], tl.int32))
+    return part
 
 
 @triton.jit

@@ -33,6 +33,8 @@ def spec(problem: Problem) -> Any:
     if dropout is not None and round(dropout.p * 2**32) == 0:
         dropout = None  # rarer than one in 2³²: nothing is dropped
     start, end = (None, None) if key_range is None else map(_row_lines, key_range)
+    hides = problem.scores.mask is not None or problem.scores.bias is not None
+    banded = sides(problem) != (None, None)
     return score.Spec(
         sizes,
         band,
@@ -41,7 +43,8 @@ def spec(problem: Problem) -> Any:
         end,
         None if dropout is None else _dropout(dropout.p, dropout.seed, _number_for(q.dtype)),
         None if packed is None else _packed(*packed[:2]),
-        score.constexpr(problem.scores.mask is not None or problem.scores.bias is not None),
+        score.constexpr(hides),
+        score.constexpr(hides or banded or key_range is not None or packed is not None),
     )
 
 
