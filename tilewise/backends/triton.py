@@ -143,10 +143,11 @@ def backward(
     q, k, v, s = problem.q, problem.k, problem.v, problem.scores
     dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
     lse = result.lse
-    delta = torch.empty_like(lse)
+    base, delta = _aligned_lines(lse), _aligned_lines(lse)
     if lse.numel():
-        _delta(kernels.delta_kernel, result.out, dout, dlse, delta)
-    operands = (*map(twins.tokens, (q, k, v, dout)), twins.lines(lse), twins.lines(delta))
+        folded = twins.folded(problem)
+        _delta(kernels.delta_kernel, result.out, dout, dlse, lse, base, delta, folded)
+    operands = (*map(twins.tokens, (q, k, v, dout)), twins.lines(base), twins.lines(delta))
 
     bias = s.bias if bias_grad else None
     per_row = bias is not None and bias.shape[-1] == 1
@@ -177,7 +178,11 @@ def backward(
     if dk.numel():
         plan = _planned(problem, "keys", dout)
         lines = None if key_sums is None else twins.lines(key_sums)
-        tmas = (*_tmas(problem, plan.chosen.block_q, q, dout), _bias_tma(problem, plan.chosen))
+        tmas = (
+            *_tmas(problem, plan.chosen.block_q, q, dout),
+            *_line_tmas(problem, plan.chosen.block_q, base, delta),
+            _bias_tma(problem, plan.chosen),
+        )
         arguments = (*operands, *tmas, twins.tokens(dk), twins.tokens(dv), lines)
         _launch(kernels.keys_kernel, plan, *arguments, plan.spec, plan.tile)
     dbias = dpairs
@@ -281,21 +286,37 @@ def _tiles(problem: Problem, block: int, of_keys: bool) -> int:
     return -(-t.shape[0] // block) + problem.packed.cu_seqlens_q.shape[0]
 
 
-def _delta(kernel: Any, out: Tensor, dout: Tensor, dlse: Tensor | None, delta: Tensor) -> None:
+def _aligned_lines(lse: Tensor) -> Tensor:
+    """Memory for what is laid out as lse, in lines of multiples of 16 bytes."""
+    rows = lse.shape[-1]
+    return lse.new_empty((*lse.shape[:-1], -(-rows // 4) * 4))[..., :rows]
+
+
+def _delta(
+    kernel: Any,
+    out: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    lse: Tensor,
+    base: Tensor,
+    delta: Tensor,
+    folded: bool,
+) -> None:
     heads, rows = delta.shape[-2:]
     width = twins.power_of_two(out.shape[-1])
     block = max(8, min(64, 8192 // width))
     programs = -(-rows // block) * delta.numel() // rows
-    tensors = [t for t in (out, dout, dlse) if t is not None]
+    tensors = [t for t in (out, dout, dlse, lse) if t is not None]
     layout = tuple((t.shape, t.stride(), t.dtype, t.data_ptr() % 16) for t in tensors)
     launch(
         kernel,
         programs,
         out.device,
         *(twins.tokens(out), twins.tokens(dout)),
-        *(None if dlse is None else twins.lines(dlse), twins.lines(delta)),
-        *(rows, heads, out.shape[-1], block, width),
-        key=("delta", layout, out.device),
+        None if dlse is None else twins.lines(dlse),
+        *map(twins.lines, (lse, base, delta)),
+        *(rows, heads, folded, out.shape[-1], block, width),
+        key=("delta", layout, folded, out.device),
     )
 
 
@@ -362,6 +383,13 @@ def _tma(t: Tensor, block: int) -> Any:
     if t.shape[1] < _SHORTEST_TMA:
         return None
     return _descriptor(t, [1, block, 1, twins.power_of_two(t.shape[-1])])
+
+
+def _line_tmas(problem: Problem, block: int, *lines: Tensor) -> tuple[Any, ...]:
+    """Descriptors for loads of (1, 1, block) numbers of `_aligned_lines`, or None."""
+    if not _has_tma(problem) or lines[0].shape[-1] < _SHORTEST_TMA:
+        return (None,) * len(lines)
+    return tuple(_descriptor(t if t.ndim == 3 else t.unsqueeze(0), [1, 1, block]) for t in lines)
 
 
 def _bias_tma(problem: Problem, chosen: Config, of: Tensor | None = None) -> Any:

@@ -21,7 +21,6 @@ from tilewise.kernels.score import (
     distance,
     grid_tile,
     has_nan,
-    interval,
     keep,
     line,
     load_rows,
@@ -30,7 +29,10 @@ from tilewise.kernels.score import (
     place,
     probabilities,
     product,
+    rows_inside,
     seen_by,
+    seen_of_keys,
+    seen_product,
     tile_pointers,
     walks,
 )
@@ -95,8 +97,12 @@ class OfKeys(NamedTuple):
 
 
 @triton.jit
-def delta_kernel(out, dout, dlse, delta, rows, heads, DV: tl.constexpr, BLOCK: tl.constexpr, BLOCK_DV: tl.constexpr):  # fmt: skip
-    """delta = rowsum(dout ∘ out) − dlse. Grid: (tiles of rows · heads · batch entries,)."""
+def delta_kernel(
+    out, dout, dlse, lse, base, delta, rows, heads,
+    FOLDED: tl.constexpr, DV: tl.constexpr, BLOCK: tl.constexpr, BLOCK_DV: tl.constexpr,
+):  # fmt: skip
+    """base: lse as `probabilities` wants it, +inf where there is no probability. delta = rowsum(dout ∘ out) −
+    dlse. Grid: (tiles of rows · heads · batch entries,)."""
     tiles = tl.cdiv(rows, BLOCK)
     program = tl.program_id(0)
     head = (program // tiles % heads).to(tl.int64)
@@ -119,42 +125,48 @@ def delta_kernel(out, dout, dlse, delta, rows, heads, DV: tl.constexpr, BLOCK: t
     tl.store(
         delta.data + batch * delta.batch + head * delta.head + i * delta.row, total, mask=i < rows
     )
+    at = lse.data + batch * lse.batch + head * lse.head
+    total = tl.load(at + i * lse.row, mask=i < rows, other=0.0)
+    total = tl.where(total == NEG_INF, float("inf"), total * LOG2E if FOLDED else total)
+    tl.store(base.data + batch * base.batch + head * base.head + i * base.row, total, mask=i < rows)
 
 
 @triton.jit
-def queries_of(
-    q, dout, q_tma, dout_tma, lse, delta, at, head, i, spec, tile,
-    EDGE: tl.constexpr, CAREFUL: tl.constexpr,
-):  # fmt: skip
-    """The tile of queries i … of a head. EDGE: it may reach past the last row. CAREFUL: nothing is read of
-    rows that see nothing."""
+def alone(q, dout, base, delta, at, head, i, spec, tile):
+    """The tile of queries i … of a head, of which nothing is read of rows that see nothing."""
     numbers = i + tl.arange(0, tile.BLOCK_Q)
-    rows = interval(numbers, at, spec)
-    of_lse = line(lse, at, head, at.start_q, numbers)
-    of_delta = line(delta, at, head, at.start_q, numbers)
+    rows = rows_inside(numbers, at, spec)
+    inside = numbers < at.sq
+    of_base = tl.load(line(base, at, head, at.start_q, numbers), mask=inside, other=float("inf"))
+    alive = (rows.hi > rows.lo) & (of_base != float("inf"))
+    of_delta = tl.load(line(delta, at, head, at.start_q, numbers), mask=alive, other=0.0)
     of_q = tile_pointers(q, at, head, at.start_q, numbers, tl.arange(0, tile.BLOCK_D))
     of_dout = tile_pointers(dout, at, head, at.start_q, numbers, tl.arange(0, tile.BLOCK_DV))
-    inside = numbers < at.sq if CAREFUL or (EDGE and tile.RAGGED_Q) else None
-    base = tl.load(of_lse, mask=inside, other=None if inside is None else NEG_INF)
-    if CAREFUL:
-        # A row past the last must not carry the NaN of a key that the others do not see into dk and dv.
-        rows = Rows(numbers, rows.lo, tl.where(inside, rows.hi, 0))
-        alive = (rows.hi > rows.lo) & (base != NEG_INF)
-        missing = tl.load(of_delta, mask=alive, other=0.0)
-        q_tile = load_rows(of_q, alive, tile.D)
-        dout_tile = load_rows(of_dout, alive, tile.DV)
+    return Queries(
+        load_rows(of_q, alive, tile.D), load_rows(of_dout, alive, tile.DV), rows, of_base, of_delta
+    )
+
+
+@triton.jit
+def load_lines(t, tma, at, head, i, other, spec, tile):
+    """The numbers of rows i … of a head; past the last row `other`, by a descriptor 0."""
+    rows = i + tl.arange(0, tile.BLOCK_Q)
+    if tma is not None:
+        first = tl.cast(at.start_q + i, tl.int32)
+        numbers = tma.load([at.batch.to(tl.int32), head, first]).reshape([tile.BLOCK_Q])
+        if spec.packed is not None:
+            numbers = tl.where(rows < at.sq, numbers, other)
+    elif tile.RAGGED_Q:
+        numbers = tl.load(line(t, at, head, at.start_q, rows), mask=rows < at.sq, other=other)
     else:
-        missing = tl.load(of_delta, mask=inside, other=None if inside is None else 0.0)
-        q_tile = load_tile(q_tma, at, head, at.start_q + i, of_q, inside, tile.D)
-        dout_tile = load_tile(dout_tma, at, head, at.start_q + i, of_dout, inside, tile.DV)
-    base = tl.where(base == NEG_INF, float("inf"), base * LOG2E if spec.scores.FOLDED else base)
-    return Queries(q_tile, dout_tile, rows, base, missing)
+        numbers = tl.load(line(t, at, head, at.start_q, rows))
+    return numbers
 
 
 @triton.jit
 def scored(s, dp, x, j, seen, bias, at, head, spec, tile, CAREFUL: tl.constexpr, TRANSPOSED: tl.constexpr):  # fmt: skip
     """From raw products s and dp of a tile to P, dS and the gradient of the raw product. `seen`: None for
-    all. CAREFUL: what is not seen may be NaN in dp."""
+    all. CAREFUL: what is not seen may be anything in s and dp; else s is −inf or NaN there."""
     if TRANSPOSED:
         across = x.rows.number[None, :]
         along = (j + tl.arange(0, tile.BLOCK_K))[:, None]
@@ -167,7 +179,7 @@ def scored(s, dp, x, j, seen, bias, at, head, spec, tile, CAREFUL: tl.constexpr,
         delta = x.delta[:, None]
     capped = logits(s, at, head, across, along, bias, spec)
     s = capped.s
-    if seen is not None:
+    if seen is not None and (CAREFUL or spec.scores.softcap is not None):
         s = tl.where(seen, s, NEG_INF)
     p = probabilities(s, base, spec)
     kept = p
@@ -191,7 +203,7 @@ def scored(s, dp, x, j, seen, bias, at, head, spec, tile, CAREFUL: tl.constexpr,
 
 @triton.jit
 def queries_kernel(
-    q, k, v, dout, lse, delta, k_tma, v_tma, bias_tma, dq, dbias, dbias_tma, sums, spec, tile
+    q, k, v, dout, base, delta, k_tma, v_tma, bias_tma, dq, dbias, dbias_tma, sums, spec, tile
 ):  # fmt: skip
     """dq, the gradient of a bias of which every entry is one pair's, and per row the shares of any other
     bias, slopes and sinks. Grid: (tiles · heads · batch entries,).
@@ -209,7 +221,7 @@ def queries_kernel(
         return
     kv_head = head // spec.sizes.groups
     numbers = i0 + tl.arange(0, tile.BLOCK_Q)
-    x = queries_of(q, dout, None, None, lse, delta, at, head, i0, spec, tile, True, True)
+    x = alone(q, dout, base, delta, at, head, i0, spec, tile)
     keys = tl.arange(0, tile.BLOCK_K)
     columns = tl.arange(0, tile.BLOCK_D)
     y = Keys(
@@ -296,7 +308,6 @@ def _query_tile(
     EDGE: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
     keys = j + tl.arange(0, tile.BLOCK_K)
-    along = keys[None, :]
     bias = None
     if spec.scores.bias is not None:
         bias = grid_tile(
@@ -307,16 +318,16 @@ def _query_tile(
     k_pointers = y.k + start * y.k_row
     v_pointers = y.v + start * y.v_row
     if CAREFUL:
-        seen = seen_by(x.rows, along, allowed, bias, spec, tile, True, False)
+        seen = seen_by(x.rows, j, allowed, bias, spec, tile, True)
         wanted = tl.max(seen.to(tl.int32), 0) > 0
         k_tile = load_rows(k_pointers, wanted, tile.D)
         v_tile = load_rows(v_pointers, wanted, tile.DV)
     else:
-        seen = seen_by(x.rows, along, allowed, None, spec, tile, EDGE, False)
+        seen = seen_by(x.rows, j, allowed, None, spec, tile, EDGE)
         inside = keys < at.sk if EDGE and tile.RAGGED_K else None
         k_tile = load_tile(k_tma, at, kv_head, at.start_k + j, k_pointers, inside, tile.D)
         v_tile = load_tile(v_tma, at, kv_head, at.start_k + j, v_pointers, inside, tile.DV)
-    s = product(x.q, tl.trans(k_tile), tile.PRECISION)
+    s = seen_product(x.q, tl.trans(k_tile), None if CAREFUL else seen, tile.PRECISION)
     dp = product(x.dout, tl.trans(v_tile), tile.PRECISION)
     g = scored(s, dp, x, j, seen, bias, at, head, spec, tile, CAREFUL, False)
     if dbias is not None:
@@ -328,7 +339,7 @@ def _query_tile(
     if sums.WANTED:
         ds += tl.sum(g.ds, 1)
         if spec.scores.slopes is not None:
-            far = distance(at, x.rows.number[:, None], along).to(x.base.dtype)
+            far = distance(at, x.rows.number[:, None], keys[None, :]).to(x.base.dtype)
             p_far += tl.sum(g.p * far, 1)
             ds_far += tl.sum(g.ds * far, 1)
     return OfQueries(dq, ds, p_far, ds_far)
@@ -389,13 +400,23 @@ def _store_sums(sums, x, sum_ds, sum_p_far, sum_ds_far, inside, at, head, spec):
 # ------------------------------------------------------------------ dK, dV: a program owns keys
 
 
+class Tmas(NamedTuple):
+    """Descriptors, or None: of tiles (1, BLOCK_Q, 1, width) of q and dout, (1, 1, BLOCK_Q) of base and delta,
+    (1, 1, BLOCK_Q, BLOCK_K) of the bias."""
+
+    q: Any
+    dout: Any
+    base: Any
+    delta: Any
+    bias: Any
+
+
 @triton.jit
 def keys_kernel(
-    q, k, v, dout, lse, delta, q_tma, dout_tma, bias_tma, dk, dv, bias_sums, spec, tile
+    q, k, v, dout, base, delta, q_tma, dout_tma, base_tma, delta_tma, bias_tma, dk, dv, bias_sums, spec, tile
 ):  # fmt: skip
     """dk and dv, and per key and query head the shares of a bias. Grid: (tiles · key heads · batch,).
-    q_tma, dout_tma: descriptors of tiles (1, BLOCK_Q, 1, width) or None; bias_tma: of tiles
-    (1, 1, BLOCK_Q, BLOCK_K) or None."""
+    The descriptors: see Tmas."""
     tiles = tl.cdiv(spec.sizes.sk, tile.BLOCK_K)
     if spec.packed is not None:
         tiles += spec.packed.count + 1
@@ -416,13 +437,16 @@ def keys_kernel(
         None,
     )
     edges = bounds_of_keys(j0, tl.minimum(j0 + tile.BLOCK_K, at.sk), at, spec)
-    edges = walks(edges, tile.BLOCK_Q, spec.key_start is not None)
+    first = edges.first // tile.BLOCK_Q * tile.BLOCK_Q
+    last = edges.last
     found = _key_walk(
-        q, dout, q_tma, dout_tma, bias_tma, lse, delta, y, edges, at, kv_head, bias_sums, spec, tile, False
+        q, dout, base, delta, Tmas(q_tma, dout_tma, base_tma, delta_tma, bias_tma),
+        y, first, last, at, kv_head, bias_sums, spec, tile, False,
     )  # fmt: skip
     if spec.LEAKS and (has_nan(found.dk) or has_nan(found.dv)):
         found = _key_walk(
-            q, dout, q_tma, dout_tma, bias_tma, lse, delta, y, edges, at, kv_head, bias_sums, spec, tile, True
+            q, dout, base, delta, Tmas(None, None, None, None, None),
+            y, first, last, at, kv_head, bias_sums, spec, tile, True,
         )  # fmt: skip
     tl.store(
         tile_pointers(dk, at, kv_head, at.start_k, keys, columns),
@@ -438,11 +462,15 @@ def keys_kernel(
 
 @triton.jit
 def _key_walk(
-    q, dout, q_tma, dout_tma, bias_tma, lse, delta, y, edges, at, kv_head, bias_sums, spec, tile,
-    CAREFUL: tl.constexpr,
+    q, dout, base, delta, tmas, y, first, last, at, kv_head, bias_sums, spec, tile, CAREFUL: tl.constexpr
 ):  # fmt: skip
-    """All tiles of queries from the first to the last. CAREFUL: nothing is read of rows that see nothing."""
+    """All tiles of queries from the first to the last. CAREFUL: nothing is read of rows that see nothing.
+
+    One loop, in which a band is an edge everywhere: sums that one loop handed to the next would have the
+    compiler wait after every product.
+    """
     ACC: tl.constexpr = delta.data.dtype.element_ty
+    STAGES: tl.constexpr = 1 if CAREFUL else None
     none = tl.zeros([tile.BLOCK_K], ACC)
     found = OfKeys(
         tl.zeros([tile.BLOCK_K, tile.BLOCK_D], ACC),
@@ -452,30 +480,10 @@ def _key_walk(
     for member in range(spec.sizes.groups):
         head = kv_head * spec.sizes.groups + member
         found = OfKeys(found.dk, found.dv, none)
-        if CAREFUL:
-            for i in tl.range(edges.first, edges.last, tile.BLOCK_Q, num_stages=1):
-                found = _key_step(
-                    found, q, dout, None, None, None, lse, delta, y, i, at, head, bias_sums, spec, tile, True, True
-                )  # fmt: skip
-        else:
-            if (spec.band.right is not None) or (spec.key_start is not None):
-                for i in range(edges.first, edges.full_first, tile.BLOCK_Q):
-                    found = _key_step(
-                        found, q, dout, q_tma, dout_tma, bias_tma, lse, delta, y, i, at, head, bias_sums, spec, tile,
-                        True, False,
-                    )  # fmt: skip
-            if spec.key_start is None:
-                for i in range(edges.full_first, edges.full_last, tile.BLOCK_Q):
-                    found = _key_step(
-                        found, q, dout, q_tma, dout_tma, bias_tma, lse, delta, y, i, at, head, bias_sums, spec, tile,
-                        False, False,
-                    )  # fmt: skip
-                if tile.RAGGED_Q or (spec.band.left is not None):
-                    for i in range(edges.full_last, edges.last, tile.BLOCK_Q):
-                        found = _key_step(
-                            found, q, dout, q_tma, dout_tma, bias_tma, lse, delta, y, i, at, head, bias_sums, spec,
-                            tile, True, False,
-                        )  # fmt: skip
+        for i in tl.range(first, last, tile.BLOCK_Q, num_stages=STAGES):
+            found = _key_step(
+                found, q, dout, base, delta, tmas, y, i, at, head, bias_sums, spec, tile, CAREFUL
+            )
         if bias_sums is not None:
             keys = at.tile_start + tl.arange(0, tile.BLOCK_K)
             tl.store(line(bias_sums, at, head, at.start_k, keys), found.ds, mask=keys < at.sk)
@@ -484,51 +492,59 @@ def _key_walk(
 
 @triton.jit
 def _key_step(
-    found, q, dout, q_tma, dout_tma, bias_tma, lse, delta, y, i, at, head, bias_sums, spec, tile,
-    EDGE: tl.constexpr, CAREFUL: tl.constexpr,
+    found, q, dout, base, delta, tmas, y, i, at, head, bias_sums, spec, tile, CAREFUL: tl.constexpr
 ):  # fmt: skip
     if (spec.scores.mask is None) and (spec.key_start is None):
         found = _key_tile(
-            found, q, dout, q_tma, dout_tma, bias_tma, lse, delta, y, i, None, at, head, bias_sums, spec, tile,
-            EDGE, CAREFUL,
-        )  # fmt: skip
+            found, q, dout, base, delta, tmas, y, i, None, at, head, bias_sums, spec, tile, CAREFUL
+        )
     else:
-        j0 = at.tile_start
         allowed = None
         if spec.scores.mask is not None:
-            allowed = grid_tile(spec.scores.mask, None, at, head, i, j0, False, tile, True)
-        rows = interval(i + tl.arange(0, tile.BLOCK_Q), at, spec)
-        along = (j0 + tl.arange(0, tile.BLOCK_K))[:, None]
-        if tl.max(seen_by(rows, along, allowed, None, spec, tile, EDGE, True).to(tl.int32)) > 0:
+            allowed = grid_tile(
+                spec.scores.mask, None, at, head, i, at.tile_start, False, tile, True
+            )
+        seen = seen_of_keys(i, at.tile_start, at, allowed, spec, tile)
+        if tl.max(seen.to(tl.int32)) > 0:
             found = _key_tile(
-                found, q, dout, q_tma, dout_tma, bias_tma, lse, delta, y, i, allowed, at, head, bias_sums, spec,
-                tile, EDGE, CAREFUL,
+                found, q, dout, base, delta, tmas, y, i, allowed, at, head, bias_sums, spec, tile, CAREFUL
             )  # fmt: skip
     return found
 
 
 @triton.jit
 def _key_tile(
-    found, q, dout, q_tma, dout_tma, bias_tma, lse, delta, y, i, allowed, at, head, bias_sums, spec, tile,
-    EDGE: tl.constexpr, CAREFUL: tl.constexpr,
+    found, q, dout, base, delta, tmas, y, i, allowed, at, head, bias_sums, spec, tile, CAREFUL: tl.constexpr
 ):  # fmt: skip
-    x = queries_of(q, dout, q_tma, dout_tma, lse, delta, at, head, i, spec, tile, EDGE, CAREFUL)
     j0 = at.tile_start
     along = (j0 + tl.arange(0, tile.BLOCK_K))[:, None]
     bias = None
     if spec.scores.bias is not None:
-        bias = grid_tile(spec.scores.bias, bias_tma, at, head, i, j0, NEG_INF, tile, True).to(
-            x.base.dtype
+        bias = grid_tile(spec.scores.bias, tmas.bias, at, head, i, j0, NEG_INF, tile, True).to(
+            found.dk.dtype
         )
+    seen = seen_of_keys(i, j0, at, allowed, spec, tile)
     if CAREFUL:
-        seen = seen_by(x.rows, along, allowed, bias, spec, tile, True, True)
-        if seen is None:
-            seen = along < at.sk
-        seen = seen & (x.rows.hi > 0)[None, :]
+        x = alone(q, dout, base, delta, at, head, i, spec, tile)
+        inside = (along < at.sk) & (x.rows.hi > 0)[None, :]
+        if bias is not None:
+            inside = inside & (bias != NEG_INF)
+        seen = inside if seen is None else seen & inside
+        s = product(y.k, tl.trans(x.q), tile.PRECISION)
+        dp = product(y.v, tl.trans(x.dout), tile.PRECISION)
     else:
-        seen = seen_by(x.rows, along, allowed, None, spec, tile, EDGE, True)
-    s = product(y.k, tl.trans(x.q), tile.PRECISION)
-    dp = product(y.v, tl.trans(x.dout), tile.PRECISION)
+        numbers = i + tl.arange(0, tile.BLOCK_Q)
+        of_q = tile_pointers(q, at, head, at.start_q, numbers, tl.arange(0, tile.BLOCK_D))
+        of_dout = tile_pointers(dout, at, head, at.start_q, numbers, tl.arange(0, tile.BLOCK_DV))
+        inside = numbers < at.sq if tile.RAGGED_Q else None
+        q_tile = load_tile(tmas.q, at, head, at.start_q + i, of_q, inside, tile.D)
+        dout_tile = load_tile(tmas.dout, at, head, at.start_q + i, of_dout, inside, tile.DV)
+        s = seen_product(y.k, tl.trans(q_tile), seen, tile.PRECISION)
+        dp = product(y.v, tl.trans(dout_tile), tile.PRECISION)
+        # After the products, or they would take registers meanwhile.
+        of_base = load_lines(base, tmas.base, at, head, i, float("inf"), spec, tile)
+        of_delta = load_lines(delta, tmas.delta, at, head, i, 0.0, spec, tile)
+        x = Queries(q_tile, dout_tile, Rows(numbers, None, None), of_base, of_delta)
     g = scored(s, dp, x, j0, seen, bias, at, head, spec, tile, CAREFUL, True)
     dv = add_product(found.dv, g.kept.to(x.dout.dtype), x.dout, tile.PRECISION)
     dk = add_product(found.dk, g.draw.to(x.q.dtype), x.q, tile.PRECISION)
@@ -542,7 +558,7 @@ def _key_tile(
 
 
 @triton.jit
-def bias_kernel(q, k, v, dout, lse, delta, dbias, batches, heads, spec, tile):
+def bias_kernel(q, k, v, dout, base, delta, dbias, batches, heads, spec, tile):
     """The gradient of a bias with rows and columns: the sum over `batches` batch entries and `heads` heads
     that share it. Grid: (tiles of columns · tiles of rows · heads and batch entries of the bias,)."""
     key_tiles = tl.cdiv(dbias.columns, tile.BLOCK_K)
@@ -564,27 +580,26 @@ def bias_kernel(q, k, v, dout, lse, delta, dbias, batches, heads, spec, tile):
     for sharer in range(batches * heads):
         head = owner + sharer % heads
         here = place(number, owner_batch + sharer // heads, spec, tile.BLOCK_Q, False)
-        acc = _bias_tile(acc, q, k, v, dout, lse, delta, keys, j0, here, head, spec, tile)
-    base = dbias.data + at.start_q * dbias.row
-    base += owner_batch.to(tl.int64) * dbias.batch + owner.to(tl.int64) * dbias.head
+        acc = _bias_tile(acc, q, k, v, dout, base, delta, keys, j0, here, head, spec, tile)
+    place_in = dbias.data + at.start_q * dbias.row
+    place_in += owner_batch.to(tl.int64) * dbias.batch + owner.to(tl.int64) * dbias.head
     offsets = numbers.to(tl.int64)[:, None] * dbias.row + keys.to(tl.int64)[None, :] * dbias.column
     inside = (numbers < at.sq)[:, None] & (keys < dbias.columns)[None, :]
-    tl.store(base + offsets, acc.to(dbias.data.dtype.element_ty), mask=inside)
+    tl.store(place_in + offsets, acc.to(dbias.data.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _bias_tile(acc, q, k, v, dout, lse, delta, keys, j0, at, head, spec, tile):
+def _bias_tile(acc, q, k, v, dout, base, delta, keys, j0, at, head, spec, tile):
     numbers = at.tile_start + tl.arange(0, tile.BLOCK_Q)
-    along = keys[None, :]
     i0 = at.tile_start
     allowed = None
     if spec.scores.mask is not None:
         allowed = grid_tile(spec.scores.mask, None, at, head, i0, j0, False, tile, False)
     bias = grid_tile(spec.scores.bias, None, at, head, i0, j0, NEG_INF, tile, False).to(acc.dtype)
-    seen = seen_by(interval(numbers, at, spec), along, allowed, bias, spec, tile, True, False)
+    seen = seen_by(rows_inside(numbers, at, spec), j0, allowed, bias, spec, tile, True)
     wanted = tl.max(seen.to(tl.int32), 0) > 0
     if tl.max(wanted.to(tl.int32)) > 0:
-        x = queries_of(q, dout, None, None, lse, delta, at, head, i0, spec, tile, True, True)
+        x = alone(q, dout, base, delta, at, head, i0, spec, tile)
         kv_head = head // spec.sizes.groups
         columns = tl.arange(0, tile.BLOCK_D)
         columns_v = tl.arange(0, tile.BLOCK_DV)

@@ -18,7 +18,6 @@ from tilewise.kernels.score import (
     bounds,
     grid_tile,
     has_nan,
-    interval,
     keep,
     line,
     load_rows,
@@ -26,8 +25,9 @@ from tilewise.kernels.score import (
     logits,
     place,
     probabilities,
-    product,
+    rows_inside,
     seen_by,
+    seen_product,
     tile_pointers,
     walks,
 )
@@ -75,7 +75,7 @@ def forward_kernel(q, k, v, k_tma, v_tma, bias_tma, out, lse, spec, tile):
     inside = numbers < at.sq
     x = Operands(
         load_rows(tile_pointers(q, at, head, at.start_q, numbers, columns), inside, tile.D),
-        interval(numbers, at, spec),
+        rows_inside(numbers, at, spec),
         tile_pointers(k, at, kv_head, at.start_k, keys, columns),
         tile_pointers(v, at, kv_head, at.start_k, keys, columns_v),
         k.row,
@@ -179,18 +179,18 @@ def _attend(
     k_pointers = x.k + start * x.k_row
     v_pointers = x.v + start * x.v_row
     if CAREFUL:
-        seen = seen_by(rows, along, allowed, bias, spec, tile, True, False)
+        seen = seen_by(rows, j, allowed, bias, spec, tile, True)
         wanted = tl.max(seen.to(tl.int32), 0) > 0
         k_tile = load_rows(k_pointers, wanted, tile.D)
         v_tile = load_rows(v_pointers, wanted, tile.DV)
     else:
-        seen = seen_by(rows, along, allowed, None, spec, tile, EDGE, False)
+        seen = seen_by(rows, j, allowed, None, spec, tile, EDGE)
         inside = keys < at.sk if EDGE and tile.RAGGED_K else None
         k_tile = load_tile(k_tma, at, kv_head, at.start_k + j, k_pointers, inside, tile.D)
         v_tile = load_tile(v_tma, at, kv_head, at.start_k + j, v_pointers, inside, tile.DV)
-    s = product(x.q, tl.trans(k_tile), tile.PRECISION)
+    s = seen_product(x.q, tl.trans(k_tile), None if CAREFUL else seen, tile.PRECISION)
     s = logits(s, at, head, across, along, bias, spec).s
-    if seen is not None:
+    if seen is not None and (CAREFUL or spec.scores.softcap is not None):
         s = tl.where(seen, s, NEG_INF)
     highest = tl.max(s, 1)
     if spec.scores.FOLDED:

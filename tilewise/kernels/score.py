@@ -270,6 +270,13 @@ def interval(rows, at, spec):
 
 
 @triton.jit
+def rows_inside(rows, at, spec):
+    """As interval; a row past the last sees nothing."""
+    all = interval(rows, at, spec)
+    return Rows(rows, all.lo, tl.where(rows < at.sq, all.hi, 0))
+
+
+@triton.jit
 def _key_range(rows, at, spec):
     inside = rows < at.sq
     start = line(spec.key_start, at, 0, at.start_q, rows)
@@ -349,23 +356,42 @@ def walks(edges, BLOCK: tl.constexpr, ALL_EDGE: tl.constexpr):
 
 
 @triton.jit
-def seen_by(rows, along, allowed, bias, spec, tile, EDGE: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """Which entries of a tile are seen, None for all, by what is given: its part of a mask and of a bias, and
-    on an EDGE the rows' intervals."""
+def seen_by(rows, j, allowed, bias, spec, tile, EDGE: tl.constexpr):
+    """Which entries of the tile of keys j … are seen, None for all, by what is given: its part of a mask and
+    of a bias, and on an EDGE the rows' intervals."""
     seen = allowed
     if EDGE:
+        # Few numbers change from tile to tile, and all columns are compared with those.
+        keys = tl.arange(0, tile.BLOCK_K)[None, :]
         if (spec.band.left is not None) or (spec.key_start is not None):
-            lo = rows.lo[None, :] if TRANSPOSED else rows.lo[:, None]
-            inside = along >= lo
+            inside = keys >= (rows.lo - j)[:, None]
             seen = inside if seen is None else seen & inside
-        # A program that owns keys writes nothing for those past the last.
-        past_last: tl.constexpr = tile.RAGGED_K and not TRANSPOSED
-        if past_last or (spec.band.right is not None) or (spec.key_start is not None):
-            hi = rows.hi[None, :] if TRANSPOSED else rows.hi[:, None]
-            inside = along < hi
+        if tile.RAGGED_K or (spec.band.right is not None) or (spec.key_start is not None):
+            inside = keys < (rows.hi - j)[:, None]
             seen = inside if seen is None else seen & inside
     if bias is not None:
         inside = bias != NEG_INF
+        seen = inside if seen is None else seen & inside
+    return seen
+
+
+@triton.jit
+def seen_of_keys(i, j, at, allowed, spec, tile):
+    """Which entries of the TRANSPOSED tile of queries i … and keys j … are seen, None for all, as bands and
+    key_range have it; keys past the last, of which nothing is written, may seem seen."""
+    seen = allowed
+    queries = tl.arange(0, tile.BLOCK_Q)[None, :]
+    keys = tl.arange(0, tile.BLOCK_K) + (j - i - at.offset)
+    if spec.band.right is not None:
+        inside = queries >= (keys - spec.band.right)[:, None]
+        seen = inside if seen is None else seen & inside
+    if spec.band.left is not None:
+        inside = queries <= (keys + spec.band.left)[:, None]
+        seen = inside if seen is None else seen & inside
+    if spec.key_start is not None:
+        start, end = _key_range(i + tl.arange(0, tile.BLOCK_Q), at, spec)
+        keys = (j + tl.arange(0, tile.BLOCK_K))[:, None]
+        inside = (keys >= start[None, :]) & (keys < end[None, :])
         seen = inside if seen is None else seen & inside
     return seen
 
@@ -513,6 +539,19 @@ def product(a, b, PRECISION: tl.constexpr):
         c = tl.dot(a, b, out_dtype=tl.float64)
     else:
         c = tl.dot(a, b, input_precision=PRECISION)
+    return c
+
+
+@triton.jit
+def seen_product(a, b, seen, PRECISION: tl.constexpr):
+    """a @ b; where it is not seen, −inf, or NaN if the product is NaN or +inf. Cheaper than a choice
+    afterwards, since the sums begin with it. `seen`: None for all."""
+    if seen is None:
+        c = product(a, b, PRECISION)
+    else:
+        ACC: tl.constexpr = tl.float64 if a.dtype == tl.float64 else tl.float32
+        none = tl.zeros([a.shape[0], b.shape[1]], ACC)
+        c = add_product(tl.where(seen, none, NEG_INF), a, b, PRECISION)
     return c
 
 

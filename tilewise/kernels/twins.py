@@ -56,13 +56,18 @@ def sides(problem: Problem) -> tuple[int | None, int | None]:
     return left, right
 
 
+def folded(problem: Problem) -> bool:
+    """Whether logits stay raw products (Scores.FOLDED)."""
+    s = problem.scores
+    plain = s.softcap is None and s.alibi_slopes is None and s.bias is None
+    # unit · m is carried, which must not overflow where the logit itself does not.
+    return plain and 0 < s.scale * LOG2E <= 1
+
+
 def _scores(problem: Problem) -> Any:
     from tilewise.kernels import score
 
     s = problem.scores
-    plain = s.softcap is None and s.alibi_slopes is None and s.bias is None
-    # Folded, unit · m is carried, which must not overflow where the logit itself does not.
-    folded = plain and 0 < s.scale * LOG2E <= 1
     number = _number_for(problem.q.dtype)
     slopes: Any = s.alibi_slopes
     if slopes is not None:
@@ -71,13 +76,13 @@ def _scores(problem: Problem) -> Any:
         )
     return score.Scores(
         scale=number(s.scale),
-        unit=number(s.scale * LOG2E) if folded else score.LOG2E,
+        unit=number(s.scale * LOG2E) if folded(problem) else score.LOG2E,
         softcap=None if s.softcap is None else number(s.softcap),
         slopes=slopes,
         bias=None if s.bias is None else grid(s.bias),
         mask=None if s.mask is None else grid(s.mask),
         sinks=None if s.sinks is None else s.sinks.contiguous(),
-        FOLDED=score.constexpr(folded),
+        FOLDED=score.constexpr(folded(problem)),
     )
 
 
