@@ -179,7 +179,7 @@ def scored(s, dp, x, j, seen, bias, at, head, spec, tile, CAREFUL: tl.constexpr,
         delta = x.delta[:, None]
     capped = logits(s, at, head, across, along, bias, spec)
     s = capped.s
-    if seen is not None and (CAREFUL or spec.scores.softcap is not None):
+    if seen is not None and (CAREFUL or not spec.scores.KEEPS_INF):
         s = tl.where(seen, s, NEG_INF)
     p = probabilities(s, base, spec)
     kept = p
@@ -327,7 +327,8 @@ def _query_tile(
         inside = keys < at.sk if EDGE and tile.RAGGED_K else None
         k_tile = load_tile(k_tma, at, kv_head, at.start_k + j, k_pointers, inside, tile.D)
         v_tile = load_tile(v_tma, at, kv_head, at.start_k + j, v_pointers, inside, tile.DV)
-    s = seen_product(x.q, tl.trans(k_tile), None if CAREFUL else seen, tile.PRECISION)
+    EARLY: tl.constexpr = spec.scores.KEEPS_INF and not CAREFUL
+    s = seen_product(x.q, tl.trans(k_tile), seen if EARLY else None, tile.PRECISION)
     dp = product(x.dout, tl.trans(v_tile), tile.PRECISION)
     g = scored(s, dp, x, j, seen, bias, at, head, spec, tile, CAREFUL, False)
     if dbias is not None:
@@ -539,7 +540,8 @@ def _key_tile(
         inside = numbers < at.sq if tile.RAGGED_Q else None
         q_tile = load_tile(tmas.q, at, head, at.start_q + i, of_q, inside, tile.D)
         dout_tile = load_tile(tmas.dout, at, head, at.start_q + i, of_dout, inside, tile.DV)
-        s = seen_product(y.k, tl.trans(q_tile), seen, tile.PRECISION)
+        EARLY: tl.constexpr = spec.scores.KEEPS_INF
+        s = seen_product(y.k, tl.trans(q_tile), seen if EARLY else None, tile.PRECISION)
         dp = product(y.v, tl.trans(dout_tile), tile.PRECISION)
         # After the products, or they would take registers meanwhile.
         of_base = load_lines(base, tmas.base, at, head, i, float("inf"), spec, tile)

@@ -188,9 +188,10 @@ def _attend(
         inside = keys < at.sk if EDGE and tile.RAGGED_K else None
         k_tile = load_tile(k_tma, at, kv_head, at.start_k + j, k_pointers, inside, tile.D)
         v_tile = load_tile(v_tma, at, kv_head, at.start_k + j, v_pointers, inside, tile.DV)
-    s = seen_product(x.q, tl.trans(k_tile), None if CAREFUL else seen, tile.PRECISION)
+    EARLY: tl.constexpr = spec.scores.KEEPS_INF and not CAREFUL
+    s = seen_product(x.q, tl.trans(k_tile), seen if EARLY else None, tile.PRECISION)
     s = logits(s, at, head, across, along, bias, spec).s
-    if seen is not None and (CAREFUL or spec.scores.softcap is not None):
+    if seen is not None and (CAREFUL or not spec.scores.KEEPS_INF):
         s = tl.where(seen, s, NEG_INF)
     highest = tl.max(s, 1)
     if spec.scores.FOLDED:

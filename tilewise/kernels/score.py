@@ -69,6 +69,7 @@ class Scores(NamedTuple):
     such that probabilities are 2^(unit · (logit − m)).
 
     FOLDED: logits stay raw products, unit holds the scale, and unit · m is what is carried.
+    KEEPS_INF: a product of −inf gives a logit of −inf.
     """
 
     scale: Any
@@ -79,6 +80,7 @@ class Scores(NamedTuple):
     mask: Grid | None
     sinks: Any
     FOLDED: Any
+    KEEPS_INF: Any
 
 
 class Dropout(NamedTuple):

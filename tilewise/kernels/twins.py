@@ -83,6 +83,7 @@ def _scores(problem: Problem) -> Any:
         mask=None if s.mask is None else grid(s.mask),
         sinks=None if s.sinks is None else s.sinks.contiguous(),
         FOLDED=score.constexpr(folded(problem)),
+        KEEPS_INF=score.constexpr(s.scale > 0 and s.softcap is None),
     )
 
 
