@@ -38,7 +38,7 @@ def probe(
     band = score.Band(left, right, BOTTOM_RIGHT)
     first = None if start is None else score.Lines(start, 0, 0, 1)
     last = None if end is None else score.Lines(end, 0, 0, 1)
-    spec = score.Spec(None, band, None, first, last, None, None, False)
+    spec = score.Spec(None, band, None, first, last, None, None, False, True)
 
     numbers = tl.arange(0, ROWS)[:, None] + zero[None, :]
     rows = score.interval(numbers, at, spec)

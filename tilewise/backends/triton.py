@@ -133,6 +133,7 @@ def forward(problem: Problem) -> Result:
             plan,
             *map(twins.tokens, (q, problem.k, problem.v)),
             *_tmas(problem, plan.chosen.block_k, problem.k, problem.v),
+            _bias_tma(problem, plan.chosen),
             twins.tokens(out),
             twins.lines(lse),
             plan.spec,
@@ -157,10 +158,11 @@ def backward(
     q, k, v, s = problem.q, problem.k, problem.v, problem.scores
     dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
     lse = result.lse
-    delta = torch.empty_like(lse)
+    base, delta = _aligned_lines(lse), _aligned_lines(lse)
     if lse.numel():
-        _delta(kernels.delta_kernel, result.out, dout, dlse, delta)
-    operands = (*map(twins.tokens, (q, k, v, dout)), twins.lines(lse), twins.lines(delta))
+        folded = twins.folded(problem)
+        _delta(kernels.delta_kernel, result.out, dout, dlse, lse, base, delta, folded)
+    operands = (*map(twins.tokens, (q, k, v, dout)), twins.lines(base), twins.lines(delta))
 
     bias = s.bias if bias_grad else None
     per_row = bias is not None and bias.shape[-1] == 1
@@ -170,6 +172,7 @@ def backward(
         "slopes": None if s.alibi_slopes is None else torch.empty_like(lse),
         "sinks": None if s.sinks is None else torch.empty_like(lse),
     }
+    dpairs = None if bias is None else _gradient_of_pairs(problem, bias)
     if dq.numel():
         plan = _planned(problem, "queries")
         given = {name: None if t is None else twins.lines(t) for name, t in sums.items()}
@@ -177,8 +180,11 @@ def backward(
         rows = kernels.Sums(
             **given, dlse=None if dlse is None or not wanted else twins.lines(dlse), WANTED=wanted
         )
-        tmas = _tmas(problem, plan.chosen.block_k, k, v)
-        arguments = (*operands, *tmas, twins.tokens(dq), rows, plan.spec, plan.tile)
+        tmas = (*_tmas(problem, plan.chosen.block_k, k, v), _bias_tma(problem, plan.chosen))
+        pairs: tuple[Any, ...] = (None, None)
+        if dpairs is not None:
+            pairs = (twins.grid(dpairs), _bias_tma(problem, plan.chosen, dpairs))
+        arguments = (*operands, *tmas, twins.tokens(dq), *pairs, rows, plan.spec, plan.tile)
         _launch(kernels.queries_kernel, plan, *arguments)
     key_sums = None
     if per_key:
@@ -187,11 +193,15 @@ def backward(
     if dk.numel():
         plan = _planned(problem, "keys")
         lines = None if key_sums is None else twins.lines(key_sums)
-        tmas = _tmas(problem, plan.chosen.block_q, q, dout)
+        tmas = (
+            *_tmas(problem, plan.chosen.block_q, q, dout),
+            *_line_tmas(problem, plan.chosen.block_q, base, delta),
+            _bias_tma(problem, plan.chosen),
+        )
         arguments = (*operands, *tmas, twins.tokens(dk), twins.tokens(dv), lines)
         _launch(kernels.keys_kernel, plan, *arguments, plan.spec, plan.tile)
-    dbias = None
-    if bias is not None:
+    dbias = dpairs
+    if bias is not None and dpairs is None:
         dbias = _bias_gradient(problem, bias, operands, sums["bias"], key_sums)
     slopes, sinks = sums["slopes"], sums["sinks"]
     return Gradients(
@@ -259,7 +269,22 @@ def _tiles(problem: Problem, block: int, of_keys: bool) -> int:
     return -(-t.shape[0] // block) + problem.packed.cu_seqlens_q.shape[0]
 
 
-def _delta(kernel: Any, out: Tensor, dout: Tensor, dlse: Tensor | None, delta: Tensor) -> None:
+def _aligned_lines(lse: Tensor) -> Tensor:
+    """Memory for what is laid out as lse, in lines of multiples of 16 bytes."""
+    rows = lse.shape[-1]
+    return lse.new_empty((*lse.shape[:-1], -(-rows // 4) * 4))[..., :rows]
+
+
+def _delta(
+    kernel: Any,
+    out: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    lse: Tensor,
+    base: Tensor,
+    delta: Tensor,
+    folded: bool,
+) -> None:
     heads, rows = delta.shape[-2:]
     width = twins.power_of_two(out.shape[-1])
     block = max(8, min(64, 8192 // width))
@@ -269,8 +294,9 @@ def _delta(kernel: Any, out: Tensor, dout: Tensor, dlse: Tensor | None, delta: T
         programs,
         out.device,
         *(twins.tokens(out), twins.tokens(dout)),
-        *(None if dlse is None else twins.lines(dlse), twins.lines(delta)),
-        *(rows, heads, out.shape[-1], block, width),
+        None if dlse is None else twins.lines(dlse),
+        *map(twins.lines, (lse, base, delta)),
+        *(rows, heads, folded, out.shape[-1], block, width),
     )
 
 
@@ -322,21 +348,55 @@ def _tmas(problem: Problem, block: int, *tensors: Tensor) -> tuple[Any, ...]:
 
     They need strides in multiples of 16 bytes, and a while to be made: short calls do without.
     """
-    if problem.packed is not None or not (interpreted() or _architecture(problem.q.device) >= 90):
+    if not _has_tma(problem):
         return (None,) * len(tensors)
     return tuple(_tma(t, block) for t in tensors)
 
 
+def _has_tma(problem: Problem) -> bool:
+    return interpreted() or _architecture(problem.q.device) >= 90
+
+
 def _tma(t: Tensor, block: int) -> Any:
+    """Of tokens (B, S, H, D), or packed (total, H, D)."""
+    t = t if t.ndim == 4 else t.unsqueeze(0)
+    if t.shape[1] < _SHORTEST_TMA:
+        return None
+    return _descriptor(t, [1, block, 1, twins.power_of_two(t.shape[-1])])
+
+
+def _line_tmas(problem: Problem, block: int, *lines: Tensor) -> tuple[Any, ...]:
+    """Descriptors for loads of (1, 1, block) numbers of `_aligned_lines`, or None."""
+    if not _has_tma(problem) or lines[0].shape[-1] < _SHORTEST_TMA:
+        return (None,) * len(lines)
+    return tuple(_descriptor(t if t.ndim == 3 else t.unsqueeze(0), [1, 1, block]) for t in lines)
+
+
+def _bias_tma(problem: Problem, chosen: Config, of: Tensor | None = None) -> Any:
+    """A descriptor of the bias, or of what is laid out beside it, in tiles (1, 1, block_q, block_k).
+
+    Packed: None, since the rows of the next sequence would be seen, and keys past the last column.
+    """
+    bias = problem.scores.bias if of is None else of
+    if bias is None or problem.packed is not None or not _has_tma(problem):
+        return None
+    if 1 in bias.shape[-2:] or problem.k.shape[1] < _SHORTEST_TMA:
+        return None
+    bias = bias[(None,) * (4 - bias.ndim)]
+    return _descriptor(bias, [1, 1, chosen.block_q, chosen.block_k])
+
+
+def _descriptor(t: Tensor, block: list[int]) -> Any:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    strides = t.stride()
+    strides = [
+        stride if n > 1 else 16 for n, stride in zip(t.shape, t.stride(), strict=True)
+    ]  # of one there is no next
     even = all(stride * t.element_size() % 16 == 0 and stride > 0 for stride in strides[:-1])
-    if t.shape[1] < _SHORTEST_TMA or strides[-1] != 1 or t.data_ptr() % 16 or not even:
+    if t.stride(-1) != 1 or t.data_ptr() % 16 or not even:
         return None
-    return TensorDescriptor(
-        t, list(t.shape), list(strides), [1, block, 1, twins.power_of_two(t.shape[-1])]
-    )
+    strides[-1] = 1
+    return TensorDescriptor(t, list(t.shape), strides, block)
 
 
 # ------------------------------------------------------------------ gradients of what is shared
@@ -353,6 +413,18 @@ def _slope_gradient(problem: Problem, per_row: Tensor) -> Tensor:
         per_row.double().T.contiguous(), "sum", offsets=offsets, unsafe=True
     )
     return sums.to(per_row.dtype)
+
+
+def _gradient_of_pairs(problem: Problem, bias: Tensor) -> Tensor | None:
+    """Where the kernel of dq leaves the gradient of a bias of which every entry is one pair's; else None."""
+    q, k, packed = problem.q, problem.k, problem.packed
+    batch = () if packed else (q.shape[0],)
+    rows = q.shape[0 if packed else 1]
+    if bias.shape[:-1] != (*batch, q.shape[-2], rows) or bias.shape[-1] == 1 or not q.numel():
+        return None
+    hidden = problem.key_range is not None or problem.scores.mask is not None
+    every = packed is None and twins.sides(problem) == (None, None) and not hidden and k.numel()
+    return torch.empty_like(bias) if every else torch.zeros_like(bias)
 
 
 def _bias_gradient(

@@ -20,19 +20,21 @@ from tilewise.kernels.score import (
     bounds_of_keys,
     distance,
     grid_tile,
-    interval,
+    has_nan,
     keep,
     line,
-    load_full,
     load_rows,
+    load_tile,
     logits,
     place,
     probabilities,
     product,
+    rows_inside,
     seen_by,
+    seen_of_keys,
+    seen_product,
     tile_pointers,
     walks,
-    wanted_keys,
 )
 
 
@@ -59,14 +61,13 @@ class Queries(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """Pointers to the first tiles of k and v with their row strides, and the bounds of the keys that the
-    tile of queries sees. Where a program owns keys: its tiles of k and v alone."""
+    """Pointers to the first tiles of k and v with their row strides. Where a program owns keys: its tiles of
+    k and v alone."""
 
     k: Any
     v: Any
     k_row: Any
     v_row: Any
-    edges: Any
 
 
 class Scored(NamedTuple):
@@ -78,9 +79,30 @@ class Scored(NamedTuple):
     draw: Any
 
 
+class OfQueries(NamedTuple):
+    """dq but for the scale, and per row the sums over keys of dS, of P and of dS by distance."""
+
+    dq: Any
+    ds: Any
+    p_far: Any
+    ds_far: Any
+
+
+class OfKeys(NamedTuple):
+    """dk but for the scale, dv, and per key the sum over rows of dS."""
+
+    dk: Any
+    dv: Any
+    ds: Any
+
+
 @triton.jit
-def delta_kernel(out, dout, dlse, delta, rows, heads, DV: tl.constexpr, BLOCK: tl.constexpr, BLOCK_DV: tl.constexpr):  # fmt: skip
-    """delta = rowsum(dout ∘ out) − dlse. Grid: (tiles of rows · heads · batch entries,)."""
+def delta_kernel(
+    out, dout, dlse, lse, base, delta, rows, heads,
+    FOLDED: tl.constexpr, DV: tl.constexpr, BLOCK: tl.constexpr, BLOCK_DV: tl.constexpr,
+):  # fmt: skip
+    """base: lse as `probabilities` wants it, +inf where there is no probability. delta = rowsum(dout ∘ out) −
+    dlse. Grid: (tiles of rows · heads · batch entries,)."""
     tiles = tl.cdiv(rows, BLOCK)
     program = tl.program_id(0)
     head = (program // tiles % heads).to(tl.int64)
@@ -103,41 +125,48 @@ def delta_kernel(out, dout, dlse, delta, rows, heads, DV: tl.constexpr, BLOCK: t
     tl.store(
         delta.data + batch * delta.batch + head * delta.head + i * delta.row, total, mask=i < rows
     )
+    at = lse.data + batch * lse.batch + head * lse.head
+    total = tl.load(at + i * lse.row, mask=i < rows, other=0.0)
+    total = tl.where(total == NEG_INF, float("inf"), total * LOG2E if FOLDED else total)
+    tl.store(base.data + batch * base.batch + head * base.head + i * base.row, total, mask=i < rows)
 
 
 @triton.jit
-def queries_of(q, dout, q_tma, dout_tma, lse, delta, at, head, i, spec, tile, EDGE: tl.constexpr):
-    """The tile of queries i … of a head. EDGE: it may reach past the last row, and rows that see nothing
-    are read as 0."""
+def alone(q, dout, base, delta, at, head, i, spec, tile):
+    """The tile of queries i … of a head, of which nothing is read of rows that see nothing."""
     numbers = i + tl.arange(0, tile.BLOCK_Q)
-    rows = interval(numbers, at, spec)
-    of_lse = line(lse, at, head, at.start_q, numbers)
-    of_delta = line(delta, at, head, at.start_q, numbers)
-    if EDGE:
-        inside = numbers < at.sq
-        # A row past the last must not carry the NaN of a key that the others do not see into dk and dv.
-        rows = Rows(numbers, rows.lo, tl.where(inside, rows.hi, 0))
-        base = tl.load(of_lse, mask=inside, other=NEG_INF)
-        alive = (rows.hi > rows.lo) & (base != NEG_INF)
-        missing = tl.load(of_delta, mask=inside & alive, other=0.0)
-    else:
-        base = tl.load(of_lse)
-        missing = tl.load(of_delta)
-    base = tl.where(base == NEG_INF, float("inf"), base * LOG2E if spec.scores.FOLDED else base)
+    rows = rows_inside(numbers, at, spec)
+    inside = numbers < at.sq
+    of_base = tl.load(line(base, at, head, at.start_q, numbers), mask=inside, other=float("inf"))
+    alive = (rows.hi > rows.lo) & (of_base != float("inf"))
+    of_delta = tl.load(line(delta, at, head, at.start_q, numbers), mask=alive, other=0.0)
     of_q = tile_pointers(q, at, head, at.start_q, numbers, tl.arange(0, tile.BLOCK_D))
     of_dout = tile_pointers(dout, at, head, at.start_q, numbers, tl.arange(0, tile.BLOCK_DV))
-    if EDGE:
-        q_tile = load_rows(of_q, alive, tile.D)
-        dout_tile = load_rows(of_dout, alive, tile.DV)
-    else:
-        q_tile = load_full(q_tma, at, head, i, of_q, tile.D)
-        dout_tile = load_full(dout_tma, at, head, i, of_dout, tile.DV)
-    return Queries(q_tile, dout_tile, rows, base, missing)
+    return Queries(
+        load_rows(of_q, alive, tile.D), load_rows(of_dout, alive, tile.DV), rows, of_base, of_delta
+    )
 
 
 @triton.jit
-def scored(s, dp, x, j, allowed, bias, at, head, spec, tile, EDGE: tl.constexpr, TRANSPOSED: tl.constexpr):  # fmt: skip
-    """From raw products s and dp of a tile to P, dS and the gradient of the raw product."""
+def load_lines(t, tma, at, head, i, other, spec, tile):
+    """The numbers of rows i … of a head; past the last row `other`, by a descriptor 0."""
+    rows = i + tl.arange(0, tile.BLOCK_Q)
+    if tma is not None:
+        first = tl.cast(at.start_q + i, tl.int32)
+        numbers = tma.load([at.batch.to(tl.int32), head, first]).reshape([tile.BLOCK_Q])
+        if spec.packed is not None:
+            numbers = tl.where(rows < at.sq, numbers, other)
+    elif tile.RAGGED_Q:
+        numbers = tl.load(line(t, at, head, at.start_q, rows), mask=rows < at.sq, other=other)
+    else:
+        numbers = tl.load(line(t, at, head, at.start_q, rows))
+    return numbers
+
+
+@triton.jit
+def scored(s, dp, x, j, seen, bias, at, head, spec, tile, CAREFUL: tl.constexpr, TRANSPOSED: tl.constexpr):  # fmt: skip
+    """From raw products s and dp of a tile to P, dS and the gradient of the raw product. `seen`: None for
+    all. CAREFUL: what is not seen may be anything in s and dp; else s is −inf or NaN there."""
     if TRANSPOSED:
         across = x.rows.number[None, :]
         along = (j + tl.arange(0, tile.BLOCK_K))[:, None]
@@ -150,8 +179,7 @@ def scored(s, dp, x, j, allowed, bias, at, head, spec, tile, EDGE: tl.constexpr,
         delta = x.delta[:, None]
     capped = logits(s, at, head, across, along, bias, spec)
     s = capped.s
-    if EDGE:
-        seen = seen_by(x.rows, across, along, allowed, bias, TRANSPOSED)
+    if seen is not None and (CAREFUL or not spec.scores.KEEPS_INF):
         s = tl.where(seen, s, NEG_INF)
     p = probabilities(s, base, spec)
     kept = p
@@ -160,13 +188,12 @@ def scored(s, dp, x, j, allowed, bias, at, head, spec, tile, EDGE: tl.constexpr,
         kept = tl.where(keeps, p * spec.dropout.scale, 0.0)
         dp = tl.where(keeps, dp * spec.dropout.scale, 0.0)
     ds = p * (dp - delta)
-    if EDGE:
-        # A hidden key may hold a NaN, which dp then has: 0 · NaN.
+    if CAREFUL:
         ds = tl.where(seen, ds, 0.0)
     draw = ds
     if spec.scores.softcap is not None:
         draw = ds * (1.0 - capped.tanh * capped.tanh)
-        if EDGE:
+        if CAREFUL:
             draw = tl.where(seen, draw, 0.0)
     return Scored(p, kept, ds, draw)
 
@@ -175,9 +202,13 @@ def scored(s, dp, x, j, allowed, bias, at, head, spec, tile, EDGE: tl.constexpr,
 
 
 @triton.jit
-def queries_kernel(q, k, v, dout, lse, delta, k_tma, v_tma, dq, sums, spec, tile):
-    """dq, and per row the shares of bias, slopes and sinks. Grid: (tiles · heads · batch entries,).
-    k_tma, v_tma: descriptors of tiles (1, BLOCK_K, 1, width) or None."""
+def queries_kernel(
+    q, k, v, dout, base, delta, k_tma, v_tma, bias_tma, dq, dbias, dbias_tma, sums, spec, tile
+):  # fmt: skip
+    """dq, the gradient of a bias of which every entry is one pair's, and per row the shares of any other
+    bias, slopes and sinks. Grid: (tiles · heads · batch entries,).
+    k_tma, v_tma: descriptors of tiles (1, BLOCK_K, 1, width) or None; bias_tma, dbias_tma: of tiles
+    (1, 1, BLOCK_Q, BLOCK_K) or None."""
     tiles = tl.cdiv(spec.sizes.sq, tile.BLOCK_Q)
     if spec.packed is not None:
         tiles += spec.packed.count + 1
@@ -190,196 +221,151 @@ def queries_kernel(q, k, v, dout, lse, delta, k_tma, v_tma, dq, sums, spec, tile
         return
     kv_head = head // spec.sizes.groups
     numbers = i0 + tl.arange(0, tile.BLOCK_Q)
-    x = queries_of(q, dout, None, None, lse, delta, at, head, i0, spec, tile, True)
+    x = alone(q, dout, base, delta, at, head, i0, spec, tile)
     keys = tl.arange(0, tile.BLOCK_K)
     columns = tl.arange(0, tile.BLOCK_D)
-    edges = bounds(i0, tl.minimum(i0 + tile.BLOCK_Q, at.sq), numbers, at, spec)
     y = Keys(
         tile_pointers(k, at, kv_head, at.start_k, keys, columns),
         tile_pointers(v, at, kv_head, at.start_k, keys, tl.arange(0, tile.BLOCK_DV)),
         k.row,
         v.row,
-        edges,
     )
-    edges = walks(edges, tile.BLOCK_K, spec.HIDES)
-    acc = tl.zeros([tile.BLOCK_Q, tile.BLOCK_D], x.base.dtype)
-    sum_ds = tl.zeros([tile.BLOCK_Q], x.base.dtype)
-    sum_p_far = sum_ds
-    sum_ds_far = sum_ds
-    if spec.HIDES or (spec.band.left is not None) or (spec.key_start is not None):
-        for j in range(edges.first, edges.full_first, tile.BLOCK_K):
-            acc, sum_ds, sum_p_far, sum_ds_far = _query_step(
-                acc,
-                sum_ds,
-                sum_p_far,
-                sum_ds_far,
-                x,
-                y,
-                k_tma,
-                v_tma,
-                j,
-                at,
-                head,
-                sums,
-                spec,
-                tile,
-                True,
-            )
-    if not spec.HIDES:
-        for j in range(edges.full_first, edges.full_last, tile.BLOCK_K):
-            acc, sum_ds, sum_p_far, sum_ds_far = _query_step(
-                acc,
-                sum_ds,
-                sum_p_far,
-                sum_ds_far,
-                x,
-                y,
-                k_tma,
-                v_tma,
-                j,
-                at,
-                head,
-                sums,
-                spec,
-                tile,
-                False,
-            )
-        if tile.RAGGED_K or (spec.band.right is not None):
-            for j in range(edges.full_last, edges.last, tile.BLOCK_K):
-                acc, sum_ds, sum_p_far, sum_ds_far = _query_step(
-                    acc,
-                    sum_ds,
-                    sum_p_far,
-                    sum_ds_far,
-                    x,
-                    y,
-                    k_tma,
-                    v_tma,
-                    j,
-                    at,
-                    head,
-                    sums,
-                    spec,
-                    tile,
-                    True,
-                )
+    edges = bounds(i0, tl.minimum(i0 + tile.BLOCK_Q, at.sq), numbers, at, spec)
+    edges = walks(edges, tile.BLOCK_K, False)
+    found = _query_walk(
+        x, y, k_tma, v_tma, bias_tma, edges, dbias, dbias_tma, at, head, sums, spec, tile, False
+    )
+    if spec.LEAKS and has_nan(found.dq):
+        found = _query_walk(
+            x, y, k_tma, v_tma, bias_tma, edges, dbias, dbias_tma, at, head, sums, spec, tile, True
+        )
     inside = numbers < at.sq
     tl.store(
         tile_pointers(dq, at, head, at.start_q, numbers, columns),
-        (acc * spec.scores.scale).to(dq.data.dtype.element_ty),
+        (found.dq * spec.scores.scale).to(dq.data.dtype.element_ty),
         mask=inside[:, None] & (columns < tile.D)[None, :],
     )
     if sums.WANTED:
-        _store_sums(sums, x, sum_ds, sum_p_far, sum_ds_far, inside, at, head, spec)
+        _store_sums(sums, x, found.ds, found.p_far, found.ds_far, inside, at, head, spec)
+
+
+@triton.jit
+def _query_walk(
+    x, y, k_tma, v_tma, bias_tma, edges, dbias, dbias_tma, at, head, sums, spec, tile, CAREFUL: tl.constexpr
+):  # fmt: skip
+    """All tiles of keys from the first to the last. CAREFUL: nothing of hidden keys is read."""
+    none = tl.zeros([tile.BLOCK_Q], x.base.dtype)
+    found = OfQueries(tl.zeros([tile.BLOCK_Q, tile.BLOCK_D], x.base.dtype), none, none, none)
+    if CAREFUL:
+        for j in tl.range(edges.first, edges.last, tile.BLOCK_K, num_stages=1):
+            found = _query_step(
+                found, x, y, None, None, None, j, dbias, dbias_tma, at, head, sums, spec, tile, True, True
+            )  # fmt: skip
+    else:
+        if (spec.band.left is not None) or (spec.key_start is not None):
+            for j in range(edges.first, edges.full_first, tile.BLOCK_K):
+                found = _query_step(
+                    found, x, y, k_tma, v_tma, bias_tma, j, dbias, dbias_tma, at, head, sums, spec, tile,
+                    True, False,
+                )  # fmt: skip
+        for j in range(edges.full_first, edges.full_last, tile.BLOCK_K):
+            found = _query_step(
+                found, x, y, k_tma, v_tma, bias_tma, j, dbias, dbias_tma, at, head, sums, spec, tile,
+                False, False,
+            )  # fmt: skip
+        if tile.RAGGED_K or (spec.band.right is not None) or (spec.key_start is not None):
+            for j in range(edges.full_last, edges.last, tile.BLOCK_K):
+                found = _query_step(
+                    found, x, y, k_tma, v_tma, bias_tma, j, dbias, dbias_tma, at, head, sums, spec, tile,
+                    True, False,
+                )  # fmt: skip
+    return found
 
 
 @triton.jit
 def _query_step(
-    acc,
-    sum_ds,
-    sum_p_far,
-    sum_ds_far,
-    x,
-    y,
-    k_tma,
-    v_tma,
-    j,
-    at,
-    head,
-    sums,
-    spec,
-    tile,
-    EDGE: tl.constexpr,
-):
+    found, x, y, k_tma, v_tma, bias_tma, j, dbias, dbias_tma, at, head, sums, spec, tile,
+    EDGE: tl.constexpr, CAREFUL: tl.constexpr,
+):  # fmt: skip
     if spec.scores.mask is None:
-        acc, sum_ds, sum_p_far, sum_ds_far = _query_tile(
-            acc,
-            sum_ds,
-            sum_p_far,
-            sum_ds_far,
-            x,
-            y,
-            k_tma,
-            v_tma,
-            j,
-            None,
-            at,
-            head,
-            sums,
-            spec,
-            tile,
-            EDGE,
-        )
+        found = _query_tile(
+            found, x, y, k_tma, v_tma, bias_tma, j, None, dbias, dbias_tma, at, head, sums, spec, tile,
+            EDGE, CAREFUL,
+        )  # fmt: skip
     else:
-        along = (j + tl.arange(0, tile.BLOCK_K))[None, :]
-        allowed = grid_tile(spec.scores.mask, at, head, x.rows.number[:, None], along, False)
+        allowed = grid_tile(spec.scores.mask, None, at, head, at.tile_start, j, False, tile, False)
         if tl.max(allowed.to(tl.int32)) > 0:
-            acc, sum_ds, sum_p_far, sum_ds_far = _query_tile(
-                acc,
-                sum_ds,
-                sum_p_far,
-                sum_ds_far,
-                x,
-                y,
-                k_tma,
-                v_tma,
-                j,
-                allowed,
-                at,
-                head,
-                sums,
-                spec,
-                tile,
-                EDGE,
-            )
-    return acc, sum_ds, sum_p_far, sum_ds_far
+            found = _query_tile(
+                found, x, y, k_tma, v_tma, bias_tma, j, allowed, dbias, dbias_tma, at, head, sums, spec,
+                tile, EDGE, CAREFUL,
+            )  # fmt: skip
+    return found
 
 
 @triton.jit
 def _query_tile(
-    acc,
-    sum_ds,
-    sum_p_far,
-    sum_ds_far,
-    x,
-    y,
-    k_tma,
-    v_tma,
-    j,
-    allowed,
-    at,
-    head,
-    sums,
-    spec,
-    tile,
-    EDGE: tl.constexpr,
-):
-    across = x.rows.number[:, None]
-    along = (j + tl.arange(0, tile.BLOCK_K))[None, :]
+    found, x, y, k_tma, v_tma, bias_tma, j, allowed, dbias, dbias_tma, at, head, sums, spec, tile,
+    EDGE: tl.constexpr, CAREFUL: tl.constexpr,
+):  # fmt: skip
+    keys = j + tl.arange(0, tile.BLOCK_K)
     bias = None
     if spec.scores.bias is not None:
-        bias = grid_tile(spec.scores.bias, at, head, across, along, NEG_INF).to(acc.dtype)
+        bias = grid_tile(
+            spec.scores.bias, bias_tma, at, head, at.tile_start, j, NEG_INF, tile, False
+        ).to(x.base.dtype)
     start = tl.cast(j, tl.int64)
     kv_head = head // spec.sizes.groups
-    if EDGE:
-        seen = seen_by(x.rows, across, along, allowed, bias, False)
-        wanted = wanted_keys(seen, j + tl.arange(0, tile.BLOCK_K), y.edges, spec)
-        k_tile = load_rows(y.k + start * y.k_row, wanted, tile.D)
-        v_tile = load_rows(y.v + start * y.v_row, wanted, tile.DV)
+    k_pointers = y.k + start * y.k_row
+    v_pointers = y.v + start * y.v_row
+    if CAREFUL:
+        seen = seen_by(x.rows, j, allowed, bias, spec, tile, True)
+        wanted = tl.max(seen.to(tl.int32), 0) > 0
+        k_tile = load_rows(k_pointers, wanted, tile.D)
+        v_tile = load_rows(v_pointers, wanted, tile.DV)
     else:
-        k_tile = load_full(k_tma, at, kv_head, j, y.k + start * y.k_row, tile.D)
-        v_tile = load_full(v_tma, at, kv_head, j, y.v + start * y.v_row, tile.DV)
-    s = product(x.q, tl.trans(k_tile), tile.PRECISION)
+        seen = seen_by(x.rows, j, allowed, None, spec, tile, EDGE)
+        inside = keys < at.sk if EDGE and tile.RAGGED_K else None
+        k_tile = load_tile(k_tma, at, kv_head, at.start_k + j, k_pointers, inside, tile.D)
+        v_tile = load_tile(v_tma, at, kv_head, at.start_k + j, v_pointers, inside, tile.DV)
+    EARLY: tl.constexpr = spec.scores.KEEPS_INF and not CAREFUL
+    s = seen_product(x.q, tl.trans(k_tile), seen if EARLY else None, tile.PRECISION)
     dp = product(x.dout, tl.trans(v_tile), tile.PRECISION)
-    g = scored(s, dp, x, j, allowed, bias, at, head, spec, tile, EDGE, False)
-    acc = add_product(acc, g.draw.to(k_tile.dtype), k_tile, tile.PRECISION)
+    g = scored(s, dp, x, j, seen, bias, at, head, spec, tile, CAREFUL, False)
+    if dbias is not None:
+        _store_pairs(dbias, dbias_tma, g.ds, at, head, j, tile)
+    dq = add_product(found.dq, g.draw.to(k_tile.dtype), k_tile, tile.PRECISION)
+    ds = found.ds
+    p_far = found.p_far
+    ds_far = found.ds_far
     if sums.WANTED:
-        sum_ds += tl.sum(g.ds, 1)
+        ds += tl.sum(g.ds, 1)
         if spec.scores.slopes is not None:
-            far = distance(at, across, along).to(acc.dtype)
-            sum_p_far += tl.sum(g.p * far, 1)
-            sum_ds_far += tl.sum(g.ds * far, 1)
-    return acc, sum_ds, sum_p_far, sum_ds_far
+            far = distance(at, x.rows.number[:, None], keys[None, :]).to(x.base.dtype)
+            p_far += tl.sum(g.p * far, 1)
+            ds_far += tl.sum(g.ds * far, 1)
+    return OfQueries(dq, ds, p_far, ds_far)
+
+
+@triton.jit
+def _store_pairs(dbias, tma, ds, at, head, j, tile):
+    """A tile of a gradient (B, Hq, Sq, Sk), packed (Hq, total_q, columns), to which no other is added."""
+    if tma is not None:
+        place_in = [at.batch.to(tl.int32), head, at.tile_start, tl.cast(j, tl.int32)]
+        part = ds.to(dbias.data.dtype.element_ty)
+        tma.store(place_in, part.reshape([1, 1, tile.BLOCK_Q, tile.BLOCK_K]))
+    else:
+        rows = at.tile_start + tl.arange(0, tile.BLOCK_Q)
+        keys = j + tl.arange(0, tile.BLOCK_K)
+        store_grid(dbias, at, at.batch, head, rows, keys, ds)
+
+
+@triton.jit
+def store_grid(t, at, batch, head, rows, keys, values):
+    base = t.data + at.start_q * t.row
+    base += tl.cast(batch, tl.int64) * t.batch + tl.cast(head, tl.int64) * t.head
+    offsets = rows.to(tl.int64)[:, None] * t.row + keys.to(tl.int64)[None, :] * t.column
+    inside = (rows < at.sq)[:, None] & (keys < tl.minimum(at.sk, t.columns))[None, :]
+    tl.store(base + offsets, values.to(t.data.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -415,10 +401,23 @@ def _store_sums(sums, x, sum_ds, sum_p_far, sum_ds_far, inside, at, head, spec):
 # ------------------------------------------------------------------ dK, dV: a program owns keys
 
 
+class Tmas(NamedTuple):
+    """Descriptors, or None: of tiles (1, BLOCK_Q, 1, width) of q and dout, (1, 1, BLOCK_Q) of base and delta,
+    (1, 1, BLOCK_Q, BLOCK_K) of the bias."""
+
+    q: Any
+    dout: Any
+    base: Any
+    delta: Any
+    bias: Any
+
+
 @triton.jit
-def keys_kernel(q, k, v, dout, lse, delta, q_tma, dout_tma, dk, dv, bias_sums, spec, tile):
+def keys_kernel(
+    q, k, v, dout, base, delta, q_tma, dout_tma, base_tma, delta_tma, bias_tma, dk, dv, bias_sums, spec, tile
+):  # fmt: skip
     """dk and dv, and per key and query head the shares of a bias. Grid: (tiles · key heads · batch,).
-    q_tma, dout_tma: descriptors of tiles (1, BLOCK_Q, 1, width) or None."""
+    The descriptors: see Tmas."""
     tiles = tl.cdiv(spec.sizes.sk, tile.BLOCK_K)
     if spec.packed is not None:
         tiles += spec.packed.count + 1
@@ -430,156 +429,138 @@ def keys_kernel(q, k, v, dout, lse, delta, q_tma, dout_tma, dk, dv, bias_sums, s
         return
     keys = j0 + tl.arange(0, tile.BLOCK_K)
     inside = keys < at.sk
-    k_pointers = tile_pointers(k, at, kv_head, at.start_k, keys, tl.arange(0, tile.BLOCK_D))
-    v_pointers = tile_pointers(v, at, kv_head, at.start_k, keys, tl.arange(0, tile.BLOCK_DV))
+    columns = tl.arange(0, tile.BLOCK_D)
+    columns_v = tl.arange(0, tile.BLOCK_DV)
     y = Keys(
-        load_rows(k_pointers, inside, tile.D),
-        load_rows(v_pointers, inside, tile.DV),
-        None,
+        load_rows(tile_pointers(k, at, kv_head, at.start_k, keys, columns), inside, tile.D),
+        load_rows(tile_pointers(v, at, kv_head, at.start_k, keys, columns_v), inside, tile.DV),
         None,
         None,
     )
-    ALL_EDGE: tl.constexpr = spec.HIDES or (spec.key_start is not None)
     edges = bounds_of_keys(j0, tl.minimum(j0 + tile.BLOCK_K, at.sk), at, spec)
-    edges = walks(edges, tile.BLOCK_Q, ALL_EDGE)
-    ACC: tl.constexpr = delta.data.dtype.element_ty
-    dk_acc = tl.zeros([tile.BLOCK_K, tile.BLOCK_D], ACC)
-    dv_acc = tl.zeros([tile.BLOCK_K, tile.BLOCK_DV], ACC)
-    for member in range(spec.sizes.groups):
-        head = kv_head * spec.sizes.groups + member
-        sum_ds = tl.zeros([tile.BLOCK_K], ACC)
-        if ALL_EDGE or (spec.band.right is not None):
-            for i in range(edges.first, edges.full_first, tile.BLOCK_Q):
-                dk_acc, dv_acc, sum_ds = _key_step(
-                    dk_acc,
-                    dv_acc,
-                    sum_ds,
-                    q,
-                    dout,
-                    q_tma,
-                    dout_tma,
-                    lse,
-                    delta,
-                    y,
-                    i,
-                    j0,
-                    at,
-                    head,
-                    bias_sums,
-                    spec,
-                    tile,
-                    True,
-                )
-        if not ALL_EDGE:
-            for i in range(edges.full_first, edges.full_last, tile.BLOCK_Q):
-                dk_acc, dv_acc, sum_ds = _key_step(
-                    dk_acc,
-                    dv_acc,
-                    sum_ds,
-                    q,
-                    dout,
-                    q_tma,
-                    dout_tma,
-                    lse,
-                    delta,
-                    y,
-                    i,
-                    j0,
-                    at,
-                    head,
-                    bias_sums,
-                    spec,
-                    tile,
-                    False,
-                )
-            if tile.RAGGED_Q or (spec.band.left is not None):
-                for i in range(edges.full_last, edges.last, tile.BLOCK_Q):
-                    dk_acc, dv_acc, sum_ds = _key_step(
-                        dk_acc,
-                        dv_acc,
-                        sum_ds,
-                        q,
-                        dout,
-                        q_tma,
-                        dout_tma,
-                        lse,
-                        delta,
-                        y,
-                        i,
-                        j0,
-                        at,
-                        head,
-                        bias_sums,
-                        spec,
-                        tile,
-                        True,
-                    )
-        if bias_sums is not None:
-            tl.store(line(bias_sums, at, head, at.start_k, keys), sum_ds, mask=inside)
-    columns = tl.arange(0, tile.BLOCK_D)
+    first = edges.first // tile.BLOCK_Q * tile.BLOCK_Q
+    last = edges.last
+    found = _key_walk(
+        q, dout, base, delta, Tmas(q_tma, dout_tma, base_tma, delta_tma, bias_tma),
+        y, first, last, at, kv_head, bias_sums, spec, tile, False,
+    )  # fmt: skip
+    if spec.LEAKS and (has_nan(found.dk) or has_nan(found.dv)):
+        found = _key_walk(
+            q, dout, base, delta, Tmas(None, None, None, None, None),
+            y, first, last, at, kv_head, bias_sums, spec, tile, True,
+        )  # fmt: skip
     tl.store(
         tile_pointers(dk, at, kv_head, at.start_k, keys, columns),
-        (dk_acc * spec.scores.scale).to(dk.data.dtype.element_ty),
+        (found.dk * spec.scores.scale).to(dk.data.dtype.element_ty),
         mask=inside[:, None] & (columns < tile.D)[None, :],
     )
-    columns = tl.arange(0, tile.BLOCK_DV)
     tl.store(
-        tile_pointers(dv, at, kv_head, at.start_k, keys, columns),
-        dv_acc.to(dv.data.dtype.element_ty),
-        mask=inside[:, None] & (columns < tile.DV)[None, :],
+        tile_pointers(dv, at, kv_head, at.start_k, keys, columns_v),
+        found.dv.to(dv.data.dtype.element_ty),
+        mask=inside[:, None] & (columns_v < tile.DV)[None, :],
     )
+
+
+@triton.jit
+def _key_walk(
+    q, dout, base, delta, tmas, y, first, last, at, kv_head, bias_sums, spec, tile, CAREFUL: tl.constexpr
+):  # fmt: skip
+    """All tiles of queries from the first to the last. CAREFUL: nothing is read of rows that see nothing.
+
+    One loop, in which a band is an edge everywhere: sums that one loop handed to the next would have the
+    compiler wait after every product.
+    """
+    ACC: tl.constexpr = delta.data.dtype.element_ty
+    STAGES: tl.constexpr = 1 if CAREFUL else None
+    none = tl.zeros([tile.BLOCK_K], ACC)
+    found = OfKeys(
+        tl.zeros([tile.BLOCK_K, tile.BLOCK_D], ACC),
+        tl.zeros([tile.BLOCK_K, tile.BLOCK_DV], ACC),
+        none,
+    )
+    for member in range(spec.sizes.groups):
+        head = kv_head * spec.sizes.groups + member
+        found = OfKeys(found.dk, found.dv, none)
+        for i in tl.range(first, last, tile.BLOCK_Q, num_stages=STAGES):
+            found = _key_step(
+                found, q, dout, base, delta, tmas, y, i, at, head, bias_sums, spec, tile, CAREFUL
+            )
+        if bias_sums is not None:
+            keys = at.tile_start + tl.arange(0, tile.BLOCK_K)
+            tl.store(line(bias_sums, at, head, at.start_k, keys), found.ds, mask=keys < at.sk)
+    return found
 
 
 @triton.jit
 def _key_step(
-    dk_acc, dv_acc, sum_ds, q, dout, q_tma, dout_tma, lse, delta, y, i, j0, at, head, bias_sums, spec, tile, EDGE: tl.constexpr
+    found, q, dout, base, delta, tmas, y, i, at, head, bias_sums, spec, tile, CAREFUL: tl.constexpr
 ):  # fmt: skip
-    numbers = i + tl.arange(0, tile.BLOCK_Q)
     if (spec.scores.mask is None) and (spec.key_start is None):
-        dk_acc, dv_acc, sum_ds = _key_tile(
-            dk_acc, dv_acc, sum_ds, q, dout, q_tma, dout_tma, lse, delta, y, i, j0, None, at, head, bias_sums, spec, tile, EDGE
-        )  # fmt: skip
+        found = _key_tile(
+            found, q, dout, base, delta, tmas, y, i, None, at, head, bias_sums, spec, tile, CAREFUL
+        )
     else:
-        across = numbers[None, :]
-        along = (j0 + tl.arange(0, tile.BLOCK_K))[:, None]
         allowed = None
         if spec.scores.mask is not None:
-            allowed = grid_tile(spec.scores.mask, at, head, across, along, False)
-        seen = seen_by(interval(numbers, at, spec), across, along, allowed, None, True)
+            allowed = grid_tile(
+                spec.scores.mask, None, at, head, i, at.tile_start, False, tile, True
+            )
+        seen = seen_of_keys(i, at.tile_start, at, allowed, spec, tile)
         if tl.max(seen.to(tl.int32)) > 0:
-            dk_acc, dv_acc, sum_ds = _key_tile(
-                dk_acc, dv_acc, sum_ds, q, dout, q_tma, dout_tma, lse, delta, y, i, j0, allowed, at, head, bias_sums, spec,
-                tile, EDGE,
+            found = _key_tile(
+                found, q, dout, base, delta, tmas, y, i, allowed, at, head, bias_sums, spec, tile, CAREFUL
             )  # fmt: skip
-    return dk_acc, dv_acc, sum_ds
+    return found
 
 
 @triton.jit
 def _key_tile(
-    dk_acc, dv_acc, sum_ds, q, dout, q_tma, dout_tma, lse, delta, y, i, j0, allowed, at, head, bias_sums, spec, tile,
-    EDGE: tl.constexpr,
+    found, q, dout, base, delta, tmas, y, i, allowed, at, head, bias_sums, spec, tile, CAREFUL: tl.constexpr
 ):  # fmt: skip
-    x = queries_of(q, dout, q_tma, dout_tma, lse, delta, at, head, i, spec, tile, EDGE)
+    j0 = at.tile_start
+    along = (j0 + tl.arange(0, tile.BLOCK_K))[:, None]
     bias = None
     if spec.scores.bias is not None:
-        across = (i + tl.arange(0, tile.BLOCK_Q))[None, :]
-        along = (j0 + tl.arange(0, tile.BLOCK_K))[:, None]
-        bias = grid_tile(spec.scores.bias, at, head, across, along, NEG_INF).to(dk_acc.dtype)
-    s = product(y.k, tl.trans(x.q), tile.PRECISION)
-    dp = product(y.v, tl.trans(x.dout), tile.PRECISION)
-    g = scored(s, dp, x, j0, allowed, bias, at, head, spec, tile, EDGE, True)
-    dv_acc = add_product(dv_acc, g.kept.to(x.dout.dtype), x.dout, tile.PRECISION)
-    dk_acc = add_product(dk_acc, g.draw.to(x.q.dtype), x.q, tile.PRECISION)
+        bias = grid_tile(spec.scores.bias, tmas.bias, at, head, i, j0, NEG_INF, tile, True).to(
+            found.dk.dtype
+        )
+    seen = seen_of_keys(i, j0, at, allowed, spec, tile)
+    if CAREFUL:
+        x = alone(q, dout, base, delta, at, head, i, spec, tile)
+        inside = (along < at.sk) & (x.rows.hi > 0)[None, :]
+        if bias is not None:
+            inside = inside & (bias != NEG_INF)
+        seen = inside if seen is None else seen & inside
+        s = product(y.k, tl.trans(x.q), tile.PRECISION)
+        dp = product(y.v, tl.trans(x.dout), tile.PRECISION)
+    else:
+        numbers = i + tl.arange(0, tile.BLOCK_Q)
+        of_q = tile_pointers(q, at, head, at.start_q, numbers, tl.arange(0, tile.BLOCK_D))
+        of_dout = tile_pointers(dout, at, head, at.start_q, numbers, tl.arange(0, tile.BLOCK_DV))
+        inside = numbers < at.sq if tile.RAGGED_Q else None
+        q_tile = load_tile(tmas.q, at, head, at.start_q + i, of_q, inside, tile.D)
+        dout_tile = load_tile(tmas.dout, at, head, at.start_q + i, of_dout, inside, tile.DV)
+        EARLY: tl.constexpr = spec.scores.KEEPS_INF
+        s = seen_product(y.k, tl.trans(q_tile), seen if EARLY else None, tile.PRECISION)
+        dp = product(y.v, tl.trans(dout_tile), tile.PRECISION)
+        # After the products, or they would take registers meanwhile.
+        of_base = load_lines(base, tmas.base, at, head, i, float("inf"), spec, tile)
+        of_delta = load_lines(delta, tmas.delta, at, head, i, 0.0, spec, tile)
+        x = Queries(q_tile, dout_tile, Rows(numbers, None, None), of_base, of_delta)
+    g = scored(s, dp, x, j0, seen, bias, at, head, spec, tile, CAREFUL, True)
+    dv = add_product(found.dv, g.kept.to(x.dout.dtype), x.dout, tile.PRECISION)
+    dk = add_product(found.dk, g.draw.to(x.q.dtype), x.q, tile.PRECISION)
+    ds = found.ds
     if bias_sums is not None:
-        sum_ds += tl.sum(g.ds, 1)
-    return dk_acc, dv_acc, sum_ds
+        ds += tl.sum(g.ds, 1)
+    return OfKeys(dk, dv, ds)
 
 
 # ------------------------------------------------------------------ d bias: a program owns a tile of it
 
 
 @triton.jit
-def bias_kernel(q, k, v, dout, lse, delta, dbias, batches, heads, spec, tile):
+def bias_kernel(q, k, v, dout, base, delta, dbias, batches, heads, spec, tile):
     """The gradient of a bias with rows and columns: the sum over `batches` batch entries and `heads` heads
     that share it. Grid: (tiles of columns · tiles of rows · heads and batch entries of the bias,)."""
     key_tiles = tl.cdiv(dbias.columns, tile.BLOCK_K)
@@ -601,27 +582,26 @@ def bias_kernel(q, k, v, dout, lse, delta, dbias, batches, heads, spec, tile):
     for sharer in range(batches * heads):
         head = owner + sharer % heads
         here = place(number, owner_batch + sharer // heads, spec, tile.BLOCK_Q, False)
-        acc = _bias_tile(acc, q, k, v, dout, lse, delta, keys, j0, here, head, spec, tile)
-    base = dbias.data + at.start_q * dbias.row
-    base += owner_batch.to(tl.int64) * dbias.batch + owner.to(tl.int64) * dbias.head
+        acc = _bias_tile(acc, q, k, v, dout, base, delta, keys, j0, here, head, spec, tile)
+    place_in = dbias.data + at.start_q * dbias.row
+    place_in += owner_batch.to(tl.int64) * dbias.batch + owner.to(tl.int64) * dbias.head
     offsets = numbers.to(tl.int64)[:, None] * dbias.row + keys.to(tl.int64)[None, :] * dbias.column
     inside = (numbers < at.sq)[:, None] & (keys < dbias.columns)[None, :]
-    tl.store(base + offsets, acc.to(dbias.data.dtype.element_ty), mask=inside)
+    tl.store(place_in + offsets, acc.to(dbias.data.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _bias_tile(acc, q, k, v, dout, lse, delta, keys, j0, at, head, spec, tile):
+def _bias_tile(acc, q, k, v, dout, base, delta, keys, j0, at, head, spec, tile):
     numbers = at.tile_start + tl.arange(0, tile.BLOCK_Q)
-    across = numbers[:, None]
-    along = keys[None, :]
+    i0 = at.tile_start
     allowed = None
     if spec.scores.mask is not None:
-        allowed = grid_tile(spec.scores.mask, at, head, across, along, False)
-    seen = seen_by(interval(numbers, at, spec), across, along, allowed, None, False)
+        allowed = grid_tile(spec.scores.mask, None, at, head, i0, j0, False, tile, False)
+    bias = grid_tile(spec.scores.bias, None, at, head, i0, j0, NEG_INF, tile, False).to(acc.dtype)
+    seen = seen_by(rows_inside(numbers, at, spec), j0, allowed, bias, spec, tile, True)
     wanted = tl.max(seen.to(tl.int32), 0) > 0
     if tl.max(wanted.to(tl.int32)) > 0:
-        bias = grid_tile(spec.scores.bias, at, head, across, along, NEG_INF).to(acc.dtype)
-        x = queries_of(q, dout, None, None, lse, delta, at, head, at.tile_start, spec, tile, True)
+        x = alone(q, dout, base, delta, at, head, i0, spec, tile)
         kv_head = head // spec.sizes.groups
         columns = tl.arange(0, tile.BLOCK_D)
         columns_v = tl.arange(0, tile.BLOCK_DV)
@@ -631,5 +611,5 @@ def _bias_tile(acc, q, k, v, dout, lse, delta, keys, j0, at, head, spec, tile):
         )
         s = product(x.q, tl.trans(k_tile), tile.PRECISION)
         dp = product(x.dout, tl.trans(v_tile), tile.PRECISION)
-        acc += scored(s, dp, x, j0, allowed, bias, at, head, spec, tile, True, False).ds
+        acc += scored(s, dp, x, j0, seen, bias, at, head, spec, tile, True, False).ds
     return acc

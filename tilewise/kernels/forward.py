@@ -17,38 +17,45 @@ from tilewise.kernels.score import (
     add_product,
     bounds,
     grid_tile,
-    interval,
+    has_nan,
     keep,
     line,
-    load_full,
     load_rows,
+    load_tile,
     logits,
     place,
     probabilities,
-    product,
+    rows_inside,
     seen_by,
+    seen_product,
     tile_pointers,
     walks,
-    wanted_keys,
 )
 
 
 class Operands(NamedTuple):
-    """A program's tile of q, pointers to the first tiles of k and v with their row strides, and the bounds
-    of the keys that the tile sees."""
+    """A program's tile of q with its rows, and pointers to the first tiles of k and v with their row strides."""
 
     q: Any
+    rows: Any
     k: Any
     v: Any
     k_row: Any
     v_row: Any
-    edges: Any
+
+
+class Running(NamedTuple):
+    """Of the online softmax: numerator, sum and maximum (FOLDED: times the unit)."""
+
+    acc: Any
+    l: Any
+    m: Any
 
 
 @triton.jit
-def forward_kernel(q, k, v, k_tma, v_tma, out, lse, spec, tile):
-    """q, k, v, out: Tokens; k_tma, v_tma: descriptors of tiles (1, BLOCK_K, 1, width) or None; lse: Lines.
-    Grid: (tiles · heads · batch,)."""
+def forward_kernel(q, k, v, k_tma, v_tma, bias_tma, out, lse, spec, tile):
+    """q, k, v, out: Tokens; k_tma, v_tma: descriptors of tiles (1, BLOCK_K, 1, width) or None; bias_tma: of
+    tiles (1, 1, BLOCK_Q, BLOCK_K) or None; lse: Lines. Grid: (tiles · heads · batch,)."""
     tiles = tl.cdiv(spec.sizes.sq, tile.BLOCK_Q)
     if spec.packed is not None:
         tiles += spec.packed.count + 1
@@ -66,36 +73,28 @@ def forward_kernel(q, k, v, k_tma, v_tma, out, lse, spec, tile):
     columns = tl.arange(0, tile.BLOCK_D)
     columns_v = tl.arange(0, tile.BLOCK_DV)
     inside = numbers < at.sq
-    rows = interval(numbers, at, spec)
-    edges = bounds(i0, tl.minimum(i0 + tile.BLOCK_Q, at.sq), numbers, at, spec)
     x = Operands(
         load_rows(tile_pointers(q, at, head, at.start_q, numbers, columns), inside, tile.D),
+        rows_inside(numbers, at, spec),
         tile_pointers(k, at, kv_head, at.start_k, keys, columns),
         tile_pointers(v, at, kv_head, at.start_k, keys, columns_v),
         k.row,
         v.row,
-        edges,
     )
-    edges = walks(edges, tile.BLOCK_K, spec.HIDES)
+    edges = bounds(i0, tl.minimum(i0 + tile.BLOCK_Q, at.sq), numbers, at, spec)
+    edges = walks(edges, tile.BLOCK_K, False)
 
-    ACC: tl.constexpr = tl.float64 if x.q.dtype == tl.float64 else tl.float32
-    m = tl.full([tile.BLOCK_Q], NEG_INF, ACC)
-    l = tl.zeros([tile.BLOCK_Q], ACC)
-    acc = tl.zeros([tile.BLOCK_Q, tile.BLOCK_DV], ACC)
-    if spec.HIDES or (spec.band.left is not None) or (spec.key_start is not None):
-        for j in range(edges.first, edges.full_first, tile.BLOCK_K):
-            acc, l, m = _step(acc, l, m, x, k_tma, v_tma, rows, j, at, head, spec, tile, True)
-    if not spec.HIDES:
-        for j in range(edges.full_first, edges.full_last, tile.BLOCK_K):
-            acc, l, m = _step(acc, l, m, x, k_tma, v_tma, rows, j, at, head, spec, tile, False)
-        if tile.RAGGED_K or (spec.band.right is not None):
-            for j in range(edges.full_last, edges.last, tile.BLOCK_K):
-                acc, l, m = _step(acc, l, m, x, k_tma, v_tma, rows, j, at, head, spec, tile, True)
+    found = _walk(x, k_tma, v_tma, bias_tma, edges, at, head, spec, tile, False)
+    if spec.LEAKS and has_nan(found.acc):
+        found = _walk(x, k_tma, v_tma, bias_tma, edges, at, head, spec, tile, True)
+    acc = found.acc
+    l = found.l
+    m = found.m
 
     if spec.scores.FOLDED:
         m = m * LN2
     if spec.scores.sinks is not None:
-        sink = tl.load(spec.scores.sinks + head).to(ACC)
+        sink = tl.load(spec.scores.sinks + head).to(acc.dtype)
         if spec.packed is not None:
             sink = tl.where(at.real, sink, NEG_INF)
         total = tl.maximum(m, sink)
@@ -118,54 +117,92 @@ def forward_kernel(q, k, v, k_tma, v_tma, out, lse, spec, tile):
 
 
 @triton.jit
-def _step(acc, l, m, x, k_tma, v_tma, rows, j, at, head, spec, tile, EDGE: tl.constexpr):
-    """One tile of keys; EDGE: not every row sees all of them."""
-    if spec.scores.mask is None:
-        acc, l, m = _attend(acc, l, m, x, k_tma, v_tma, rows, j, None, at, head, spec, tile, EDGE)
+def _walk(x, k_tma, v_tma, bias_tma, edges, at, head, spec, tile, CAREFUL: tl.constexpr):
+    """All tiles of keys from the first to the last. CAREFUL: nothing of hidden keys is read."""
+    ACC: tl.constexpr = tl.float64 if x.q.dtype == tl.float64 else tl.float32
+    found = Running(
+        tl.zeros([tile.BLOCK_Q, tile.BLOCK_DV], ACC),
+        tl.zeros([tile.BLOCK_Q], ACC),
+        tl.full([tile.BLOCK_Q], NEG_INF, ACC),
+    )
+    if CAREFUL:
+        for j in tl.range(edges.first, edges.last, tile.BLOCK_K, num_stages=1):
+            found = _step(found, x, None, None, None, j, at, head, spec, tile, True, True)
     else:
-        along = (j + tl.arange(0, tile.BLOCK_K))[None, :]
-        allowed = grid_tile(spec.scores.mask, at, head, rows.number[:, None], along, False)
-        if tl.max(allowed.to(tl.int32)) > 0:
-            acc, l, m = _attend(
-                acc, l, m, x, k_tma, v_tma, rows, j, allowed, at, head, spec, tile, EDGE
-            )
-    return acc, l, m
+        if (spec.band.left is not None) or (spec.key_start is not None):
+            for j in range(edges.first, edges.full_first, tile.BLOCK_K):
+                found = _step(
+                    found, x, k_tma, v_tma, bias_tma, j, at, head, spec, tile, True, False
+                )
+        for j in range(edges.full_first, edges.full_last, tile.BLOCK_K):
+            found = _step(found, x, k_tma, v_tma, bias_tma, j, at, head, spec, tile, False, False)
+        if tile.RAGGED_K or (spec.band.right is not None) or (spec.key_start is not None):
+            for j in range(edges.full_last, edges.last, tile.BLOCK_K):
+                found = _step(
+                    found, x, k_tma, v_tma, bias_tma, j, at, head, spec, tile, True, False
+                )
+    return found
 
 
 @triton.jit
-def _attend(acc, l, m, x, k_tma, v_tma, rows, j, allowed, at, head, spec, tile, EDGE: tl.constexpr):
+def _step(found, x, k_tma, v_tma, bias_tma, j, at, head, spec, tile, EDGE: tl.constexpr, CAREFUL: tl.constexpr):  # fmt: skip
+    """One tile of keys; EDGE: not every row sees all of them."""
+    if spec.scores.mask is None:
+        found = _attend(
+            found, x, k_tma, v_tma, bias_tma, j, None, at, head, spec, tile, EDGE, CAREFUL
+        )
+    else:
+        allowed = grid_tile(spec.scores.mask, None, at, head, at.tile_start, j, False, tile, False)
+        if tl.max(allowed.to(tl.int32)) > 0:
+            found = _attend(
+                found, x, k_tma, v_tma, bias_tma, j, allowed, at, head, spec, tile, EDGE, CAREFUL
+            )
+    return found
+
+
+@triton.jit
+def _attend(
+    found, x, k_tma, v_tma, bias_tma, j, allowed, at, head, spec, tile,
+    EDGE: tl.constexpr, CAREFUL: tl.constexpr,
+):  # fmt: skip
+    rows = x.rows
     across = rows.number[:, None]
-    along = (j + tl.arange(0, tile.BLOCK_K))[None, :]
-    start = tl.cast(j, tl.int64)
+    keys = j + tl.arange(0, tile.BLOCK_K)
+    along = keys[None, :]
     kv_head = head // spec.sizes.groups
     bias = None
     if spec.scores.bias is not None:
-        bias = grid_tile(spec.scores.bias, at, head, across, along, NEG_INF).to(acc.dtype)
-    if EDGE:
-        seen = seen_by(rows, across, along, allowed, bias, False)
-        wanted = wanted_keys(seen, j + tl.arange(0, tile.BLOCK_K), x.edges, spec)
-        k_tile = load_rows(x.k + start * x.k_row, wanted, tile.D)
+        bias = grid_tile(
+            spec.scores.bias, bias_tma, at, head, at.tile_start, j, NEG_INF, tile, False
+        ).to(found.acc.dtype)
+    start = tl.cast(j, tl.int64)
+    k_pointers = x.k + start * x.k_row
+    v_pointers = x.v + start * x.v_row
+    if CAREFUL:
+        seen = seen_by(rows, j, allowed, bias, spec, tile, True)
+        wanted = tl.max(seen.to(tl.int32), 0) > 0
+        k_tile = load_rows(k_pointers, wanted, tile.D)
+        v_tile = load_rows(v_pointers, wanted, tile.DV)
     else:
-        k_tile = load_full(k_tma, at, kv_head, j, x.k + start * x.k_row, tile.D)
-    s = product(x.q, tl.trans(k_tile), tile.PRECISION)
+        seen = seen_by(rows, j, allowed, None, spec, tile, EDGE)
+        inside = keys < at.sk if EDGE and tile.RAGGED_K else None
+        k_tile = load_tile(k_tma, at, kv_head, at.start_k + j, k_pointers, inside, tile.D)
+        v_tile = load_tile(v_tma, at, kv_head, at.start_k + j, v_pointers, inside, tile.DV)
+    EARLY: tl.constexpr = spec.scores.KEEPS_INF and not CAREFUL
+    s = seen_product(x.q, tl.trans(k_tile), seen if EARLY else None, tile.PRECISION)
     s = logits(s, at, head, across, along, bias, spec).s
-    if EDGE:
+    if seen is not None and (CAREFUL or not spec.scores.KEEPS_INF):
         s = tl.where(seen, s, NEG_INF)
     highest = tl.max(s, 1)
     if spec.scores.FOLDED:
         highest = highest * spec.scores.unit
-    new = tl.maximum(m, highest)
+    m = tl.maximum(found.m, highest)
     # A row without a key so far has m = −inf; its terms, all 0, need any finite base.
-    base = tl.where(new == NEG_INF, 0.0, new) if EDGE else new
+    base = tl.where(m == NEG_INF, 0.0, m) if EDGE or CAREFUL or spec.HIDES else m
     p = probabilities(s, base[:, None], spec)
-    rebase = tl.math.exp2(m - base if spec.scores.FOLDED else (m - base) * LOG2E)
-    l = l * rebase + tl.sum(p, 1)
-    acc = acc * rebase[:, None]
+    rebase = tl.math.exp2(found.m - base if spec.scores.FOLDED else (found.m - base) * LOG2E)
+    l = found.l * rebase + tl.sum(p, 1)
+    acc = found.acc * rebase[:, None]
     if spec.dropout is not None:
         p = tl.where(keep(at, head, rows.number, j, spec, tile.BLOCK_K, False), p, 0.0)
-    if EDGE:
-        v_tile = load_rows(x.v + start * x.v_row, wanted, tile.DV)
-    else:
-        v_tile = load_full(v_tma, at, kv_head, j, x.v + start * x.v_row, tile.DV)
-    acc = add_product(acc, p.to(v_tile.dtype), v_tile, tile.PRECISION)
-    return acc, l, new
+    return Running(add_product(acc, p.to(v_tile.dtype), v_tile, tile.PRECISION), l, m)

@@ -69,6 +69,7 @@ class Scores(NamedTuple):
     such that probabilities are 2^(unit · (logit − m)).
 
     FOLDED: logits stay raw products, unit holds the scale, and unit · m is what is carried.
+    KEEPS_INF: a product of −inf gives a logit of −inf.
     """
 
     scale: Any
@@ -79,6 +80,7 @@ class Scores(NamedTuple):
     mask: Grid | None
     sinks: Any
     FOLDED: Any
+    KEEPS_INF: Any
 
 
 class Dropout(NamedTuple):
@@ -107,7 +109,8 @@ class Sizes(NamedTuple):
 
 
 class Spec(NamedTuple):
-    """What is computed, apart from the operands. HIDES: a mask or bias may hide single entries."""
+    """What is computed, apart from the operands. HIDES: a mask or bias may hide single entries. LEAKS: keys
+    may be hidden from rows of whose tile they are, so that 0 · NaN has to be looked for."""
 
     sizes: Sizes
     band: Band
@@ -117,6 +120,7 @@ class Spec(NamedTuple):
     dropout: Dropout | None
     packed: Packed | None
     HIDES: Any
+    LEAKS: Any
 
 
 class Tile(NamedTuple):
@@ -268,6 +272,13 @@ def interval(rows, at, spec):
 
 
 @triton.jit
+def rows_inside(rows, at, spec):
+    """As interval; a row past the last sees nothing."""
+    all = interval(rows, at, spec)
+    return Rows(rows, all.lo, tl.where(rows < at.sq, all.hi, 0))
+
+
+@triton.jit
 def _key_range(rows, at, spec):
     inside = rows < at.sq
     start = line(spec.key_start, at, 0, at.start_q, rows)
@@ -347,37 +358,62 @@ def walks(edges, BLOCK: tl.constexpr, ALL_EDGE: tl.constexpr):
 
 
 @triton.jit
-def seen_by(rows, across, along, allowed, bias, TRANSPOSED: tl.constexpr):
-    """Which entries of a tile are seen, given its part of mask and bias if there are any."""
-    if TRANSPOSED:
-        seen = (along >= rows.lo[None, :]) & (along < rows.hi[None, :])
-    else:
-        seen = (along >= rows.lo[:, None]) & (along < rows.hi[:, None])
-    if allowed is not None:
-        seen = seen & allowed
+def seen_by(rows, j, allowed, bias, spec, tile, EDGE: tl.constexpr):
+    """Which entries of the tile of keys j … are seen, None for all, by what is given: its part of a mask and
+    of a bias, and on an EDGE the rows' intervals."""
+    seen = allowed
+    if EDGE:
+        # Few numbers change from tile to tile, and all columns are compared with those.
+        keys = tl.arange(0, tile.BLOCK_K)[None, :]
+        if (spec.band.left is not None) or (spec.key_start is not None):
+            inside = keys >= (rows.lo - j)[:, None]
+            seen = inside if seen is None else seen & inside
+        if tile.RAGGED_K or (spec.band.right is not None) or (spec.key_start is not None):
+            inside = keys < (rows.hi - j)[:, None]
+            seen = inside if seen is None else seen & inside
     if bias is not None:
-        seen = seen & (bias != NEG_INF)
+        inside = bias != NEG_INF
+        seen = inside if seen is None else seen & inside
     return seen
 
 
 @triton.jit
-def wanted_keys(seen, keys, edges, spec):
-    """The keys of an edge tile that a row of it sees: what the others hold, NaN maybe, must not be read.
-    A band leaves no gaps between the bounds of a tile, which saves looking at every entry."""
-    if spec.HIDES or (spec.key_start is not None):
-        wanted = tl.max(seen.to(tl.int32), 0) > 0
-    else:
-        wanted = (keys >= edges.first) & (keys < edges.last)
-    return wanted
+def seen_of_keys(i, j, at, allowed, spec, tile):
+    """Which entries of the TRANSPOSED tile of queries i … and keys j … are seen, None for all, as bands and
+    key_range have it; keys past the last, of which nothing is written, may seem seen."""
+    seen = allowed
+    queries = tl.arange(0, tile.BLOCK_Q)[None, :]
+    keys = tl.arange(0, tile.BLOCK_K) + (j - i - at.offset)
+    if spec.band.right is not None:
+        inside = queries >= (keys - spec.band.right)[:, None]
+        seen = inside if seen is None else seen & inside
+    if spec.band.left is not None:
+        inside = queries <= (keys + spec.band.left)[:, None]
+        seen = inside if seen is None else seen & inside
+    if spec.key_start is not None:
+        start, end = _key_range(i + tl.arange(0, tile.BLOCK_Q), at, spec)
+        keys = (j + tl.arange(0, tile.BLOCK_K))[:, None]
+        inside = (keys >= start[None, :]) & (keys < end[None, :])
+        seen = inside if seen is None else seen & inside
+    return seen
 
 
 @triton.jit
-def load_full(tma, at, head, row, pointers, WIDTH: tl.constexpr):
-    """A tile without edges, by the tensor memory accelerator where there is a descriptor for it."""
+def has_nan(x):
+    """Whether there is a NaN in a tile, or there are infinities of both signs."""
+    total = tl.sum(tl.sum(x, 1), 0)
+    return total != total
+
+
+@triton.jit
+def load_tile(tma, at, head, row, pointers, inside, WIDTH: tl.constexpr):
+    """The tile that begins with a row of a tensor, by the tensor memory accelerator where there is a
+    descriptor for it. Rows that are not `inside` (None: all are) may hold anything."""
     if tma is None:
-        tile = load_rows(pointers, None, WIDTH)
+        tile = load_rows(pointers, inside, WIDTH)
     else:
-        tile = tma.load([at.batch.to(tl.int32), row, head, 0]).reshape(pointers.shape)
+        place_in = [at.batch.to(tl.int32), tl.cast(row, tl.int32), head, 0]
+        tile = tma.load(place_in).reshape(pointers.shape)
     return tile
 
 
@@ -402,23 +438,40 @@ def load_rows(pointers, wanted, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def grid_tile(t, at, head, across, along, other):
-    """The part of a `Grid` beside a tile, 1 wide where it is broadcast; `other` where it has no part."""
-    base = t.data + at.batch * t.batch + head.to(tl.int64) * t.head
-    if t.ROWS:
-        base += at.start_q * t.row
-    columns = tl.minimum(at.sk, t.columns)
-    if t.ROWS and t.COLUMNS:
-        inside = (across < at.sq) & (along < columns)
-        offsets = across.to(tl.int64) * t.row + along.to(tl.int64) * t.column
-        tile = tl.load(base + offsets, mask=inside, other=other)
-    elif t.ROWS:
-        tile = tl.load(base + across.to(tl.int64) * t.row, mask=across < at.sq, other=other)
-    elif t.COLUMNS:
-        tile = tl.load(base + along.to(tl.int64) * t.column, mask=along < columns, other=other)
+def grid_tile(t, tma, at, head, i, j, other, tile, TRANSPOSED: tl.constexpr):
+    """The part of a `Grid` beside the tile of queries i … and keys j …, 1 wide where it is broadcast;
+    `other` where it has no part (by `tma`, a descriptor or None: anything)."""
+    if tma is not None:
+        # Where one is for all, the stride is 0.
+        batch = tl.minimum(at.batch, at.batch * t.batch)
+        owner = tl.minimum(head, head * t.head)
+        place_in = [
+            batch.to(tl.int32),
+            owner.to(tl.int32),
+            tl.cast(i, tl.int32),
+            tl.cast(j, tl.int32),
+        ]
+        part = tma.load(place_in).reshape([tile.BLOCK_Q, tile.BLOCK_K])
+        if TRANSPOSED:
+            part = tl.trans(part)
     else:
-        tile = tl.load(base + tl.zeros([1, 1], tl.int32))
-    return tile
+        across = (i + tl.arange(0, tile.BLOCK_Q)).expand_dims(0 if TRANSPOSED else 1)
+        along = (j + tl.arange(0, tile.BLOCK_K)).expand_dims(1 if TRANSPOSED else 0)
+        base = t.data + at.batch * t.batch + head.to(tl.int64) * t.head
+        if t.ROWS:
+            base += at.start_q * t.row
+        columns = tl.minimum(at.sk, t.columns)
+        if t.ROWS and t.COLUMNS:
+            inside = (across < at.sq) & (along < columns)
+            offsets = across.to(tl.int64) * t.row + along.to(tl.int64) * t.column
+            part = tl.load(base + offsets, mask=inside, other=other)
+        elif t.ROWS:
+            part = tl.load(base + across.to(tl.int64) * t.row, mask=across < at.sq, other=other)
+        elif t.COLUMNS:
+            part = tl.load(base + along.to(tl.int64) * t.column, mask=along < columns, other=other)
+        else:
+            part = tl.load(base + tl.zeros([1, 1], tl.int32))
+    return part
 
 
 @triton.jit
@@ -488,6 +541,19 @@ def product(a, b, PRECISION: tl.constexpr):
         c = tl.dot(a, b, out_dtype=tl.float64)
     else:
         c = tl.dot(a, b, input_precision=PRECISION)
+    return c
+
+
+@triton.jit
+def seen_product(a, b, seen, PRECISION: tl.constexpr):
+    """a @ b; where it is not seen, −inf, or NaN if the product is NaN or +inf. Cheaper than a choice
+    afterwards, since the sums begin with it. `seen`: None for all."""
+    if seen is None:
+        c = product(a, b, PRECISION)
+    else:
+        ACC: tl.constexpr = tl.float64 if a.dtype == tl.float64 else tl.float32
+        none = tl.zeros([a.shape[0], b.shape[1]], ACC)
+        c = add_product(tl.where(seen, none, NEG_INF), a, b, PRECISION)
     return c
 
 

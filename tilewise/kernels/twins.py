@@ -33,6 +33,8 @@ def spec(problem: Problem) -> Any:
     if dropout is not None and round(dropout.p * 2**32) == 0:
         dropout = None  # rarer than one in 2³²: nothing is dropped
     start, end = (None, None) if key_range is None else map(_row_lines, key_range)
+    hides = problem.scores.mask is not None or problem.scores.bias is not None
+    banded = sides(problem) != (None, None)
     return score.Spec(
         sizes,
         band,
@@ -41,7 +43,8 @@ def spec(problem: Problem) -> Any:
         end,
         None if dropout is None else _dropout(dropout.p, dropout.seed, _number_for(q.dtype)),
         None if packed is None else _packed(*packed[:2]),
-        score.constexpr(problem.scores.mask is not None or problem.scores.bias is not None),
+        score.constexpr(hides),
+        score.constexpr(hides or banded or key_range is not None or packed is not None),
     )
 
 
@@ -53,13 +56,18 @@ def sides(problem: Problem) -> tuple[int | None, int | None]:
     return left, right
 
 
+def folded(problem: Problem) -> bool:
+    """Whether logits stay raw products (Scores.FOLDED)."""
+    s = problem.scores
+    plain = s.softcap is None and s.alibi_slopes is None and s.bias is None
+    # unit · m is carried, which must not overflow where the logit itself does not.
+    return plain and 0 < s.scale * LOG2E <= 1
+
+
 def _scores(problem: Problem) -> Any:
     from tilewise.kernels import score
 
     s = problem.scores
-    plain = s.softcap is None and s.alibi_slopes is None and s.bias is None
-    # Folded, unit · m is carried, which must not overflow where the logit itself does not.
-    folded = plain and 0 < s.scale * LOG2E <= 1
     number = _number_for(problem.q.dtype)
     slopes: Any = s.alibi_slopes
     if slopes is not None:
@@ -68,13 +76,14 @@ def _scores(problem: Problem) -> Any:
         )
     return score.Scores(
         scale=number(s.scale),
-        unit=number(s.scale * LOG2E) if folded else score.LOG2E,
+        unit=number(s.scale * LOG2E) if folded(problem) else score.LOG2E,
         softcap=None if s.softcap is None else number(s.softcap),
         slopes=slopes,
         bias=None if s.bias is None else grid(s.bias),
         mask=None if s.mask is None else grid(s.mask),
         sinks=None if s.sinks is None else s.sinks.contiguous(),
-        FOLDED=score.constexpr(folded),
+        FOLDED=score.constexpr(folded(problem)),
+        KEEPS_INF=score.constexpr(s.scale > 0 and s.softcap is None),
     )
 
 
