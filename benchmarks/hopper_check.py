@@ -24,9 +24,10 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -428,10 +429,20 @@ def compile_all(parts: list[str]) -> None:
     for part in parts:
         for case, dtype in served_cases(part) if part in CASES_OF else ():
             jobs[part, str(case), dtype] = make_call(case, dtype).problem()
-    for d, s, flag in cells():
+    for d, s, flag in cells() if "speed" in parts else ():
         q = torch.empty(1, s, 2, d, dtype=torch.bfloat16)
         jobs["speed", f"{d} {s} {flag}", q.dtype] = tilewise.api.problem_of(q, q, q, causal=flag)
-    distinct = {what_it_takes(problem): problem for problem in jobs.values()}
+    distinct = {what_it_takes(problem): (problem, Variant()) for problem in jobs.values()}
+    if "variants" in parts:
+        for cell in variant_cells():
+            shapes = ((1, cell.s, h, cell.d) for h in (cell.heads, cell.kv_heads, cell.kv_heads))
+            q, k, v = (torch.empty(shape, dtype=torch.bfloat16) for shape in shapes)
+            problem = tilewise.api.problem_of(q, k, v, **cell.options)
+            for variant in variants_of(problem).values():
+                with varied(variant):
+                    if hopper._plan(problem).shared_bytes <= hopper._SHARED_BYTES:
+                        what = (what_it_takes(problem), hopper.TRY)
+                        distinct.setdefault(what, (problem, variant))
     log(f"compiling {len(distinct)} kernels for {len(jobs)} cases")
     started = time.monotonic()
     with multiprocessing.get_context("fork").Pool(min(len(distinct), os.cpu_count() or 1)) as pool:
@@ -451,12 +462,14 @@ def what_it_takes(problem: Problem) -> tuple[Any, ...]:
     return plan, (last - first) % plan.block_k != 0, *tensors, *structure, s.softcap is None, folded
 
 
-def compile_one(problem: Problem) -> str:
+def compile_one(job: tuple[Problem, Variant]) -> str:
     from tilewise.tuning import compiling
 
+    problem, variant = job
     target = compiling.cuda_target(90)
     try:
-        (kernel,) = compiling.compile_problem(problem, target, False, "hopper")
+        with varied(variant):
+            (kernel,) = compiling.compile_problem(problem, target, False, "hopper")
     except Exception as error:
         return f"NOT COMPILED {hopper.config(problem)}: {error!r:.500}"
     found = compiling.report(kernel, target)
@@ -572,32 +585,165 @@ def speed(folder: Path) -> None:
     log(f"SUMMARY matmul 8192³: {2 * 8192**3 / milliseconds(lambda: a @ a) * 1e-9:.0f}")
 
 
-def variants() -> None:
-    """Other plans than the chosen one, by teraflops a second."""
-    chosen_plan = hopper._plan
-    for d, s, flag in cells():
-        b, h = 16384 // s, 2048 // d
-        q, k, v = (normal(b, s, h, d) for _ in range(3))
-        plan = chosen_plan(tilewise.api.problem_of(q, k, v, causal=flag))
-        tried = {"chosen": plan, "dealt or drawn": plan._replace(dynamic=not plan.dynamic)}
-        tried["q stages"] = plan._replace(q_stages=3 - plan.q_stages)
-        if d == 64:
-            tried["groups"] = plan._replace(groups=5 - plan.groups)
-        flops = 4.0 * b * h * s * s * d / (2 if flag else 1)
-        graphs = {}
-        for name, other in tried.items():
-            if other.shared_bytes > hopper._SHARED_BYTES:
-                continue
-            hopper._plan = lambda problem, p=other: p  # type: ignore[assignment]
-            with watched(f"variant {d} {s} {flag} {name}"):
-                graphs[name], _ = graphed(lambda: attend(q, k, v, causal=flag))  # noqa: B023
-        hopper._plan = chosen_plan
-        times = {
-            name: sorted(milliseconds(replay) for _ in range(3))[1]
-            for name, replay in graphs.items()
+class Cell(NamedTuple):
+    """Sizes and options of a call whose speed is looked at."""
+
+    name: str
+    d: int
+    s: int
+    heads: int
+    kv_heads: int
+    options: dict[str, Any]
+    pairs: float  # of query and key that are seen, per head
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        b = 16384 // self.s
+        shapes = ((b, self.s, h, self.d) for h in (self.heads, self.kv_heads, self.kv_heads))
+        q, k, v = (normal(*shape) for shape in shapes)
+        return q, k, v
+
+    def fa3_options(self) -> dict[str, Any]:
+        left, _ = self.options.get("window_size", (None, None))
+        window = {} if left is None else {"window_size_left": left, "window_size_right": 0}
+        return {
+            "softmax_scale": self.d**-0.5,
+            "is_causal": "causal" in self.options and not window,
+            "num_splits": 1,
+            **window,
         }
-        rates = {name: round(flops / t * 1e-9) for name, t in times.items()}
-        log(f"D{d} S{s} {'causal' if flag else 'full'}: {rates}")
+
+    @property
+    def flops(self) -> float:
+        return 4.0 * 16384 / self.s * self.heads * self.pairs * self.d
+
+
+def variant_cells() -> Iterator[Cell]:
+    for d, s, flag in (
+        (128, 1024, True),
+        (128, 4096, True),
+        (128, 16384, True),
+        (128, 4096, False),
+        (128, 16384, False),
+        (64, 4096, True),
+        (256, 4096, True),
+    ):
+        name = f"D{d} S{s} {'causal' if flag else 'full'}"
+        options = {"causal": True} if flag else {}
+        yield Cell(name, d, s, 2048 // d, 2048 // d, options, s * s / (2 if flag else 1))
+    yield Cell("GQA 32/8", 128, 4096, 32, 8, {"causal": True}, 4096**2 / 2)
+    pairs = 16384 * 1024 - 1024 * 1023 / 2
+    window = {"causal": True, "window_size": (1023, None)}
+    yield Cell("window 1024", 128, 16384, 16, 16, window, pairs)
+
+
+class Variant(NamedTuple):
+    """What is changed of a plan, of a walk's section (a factor), and the switches of the kernel."""
+
+    plan: Mapping[str, Any] = MappingProxyType({})
+    section: float = 1.0
+    switches: int = 1
+
+
+def variants_of(problem: Problem) -> dict[str, Variant]:
+    plan = hopper._plan(problem)
+    tried = {
+        "chosen": Variant(),
+        # exps that do not wait for P V: −2 … +3 %; D = 64 without: −5 %.
+        "fence": Variant({"fenced": not plan.fenced}),
+        # +2 % at 1k, ±0 above.
+        "q stages": Variant({"q_stages": 3 - plan.q_stages}),
+        # −2 % causal (uneven), ±0 full.
+        "dealt or drawn": Variant({"dynamic": not plan.dynamic}),
+    }
+    if plan.dynamic and (plan.groups, plan.block_k) == (2, 128):
+        # S 1k causal −4 %, 4k −1 %, 16k 0.
+        tried["first block whole"] = Variant(switches=0)
+    if plan.dynamic:
+        # Fewer heads at a time, whose keys each half of the L2 can hold: 16k +2 %, else 0.
+        tried |= {"section / 2": Variant(section=0.5), "section / 4": Variant(section=0.25)}
+        # −1 … −3 %.
+        tried["section · 4"] = Variant(section=4.0)
+    if plan.block_d == 64:
+        tried["groups"] = Variant({"groups": 5 - plan.groups})
+        tried["groups, fence"] = Variant({"groups": 5 - plan.groups, "fenced": False})
+    if plan.block_d == 128:
+        # A third less is loaded, rescaled twice as often: −5 … +5 % at 16k, worse at 1k.
+        tried["192 rows, 64 keys"] = Variant({"groups": 3, "block_k": 64, "stages": 3})
+    return tried
+
+
+@contextmanager
+def varied(variant: Variant) -> Iterator[None]:
+    """Within the block calls are computed in another way than the chosen one."""
+    from tilewise.kernels import launch
+
+    chosen_plan, chosen_order, switches = hopper._plan, hopper._order, hopper.TRY
+
+    def order(*arguments: Any) -> Any:
+        spec, walk = chosen_order(*arguments)
+        return spec, walk._replace(
+            section=max(1, min(walk.heads, int(walk.section * variant.section)))
+        )
+
+    def forget() -> None:
+        launch._ready.clear()
+        getattr(hopper, "_plans", {}).clear()
+
+    hopper._plan = lambda problem: chosen_plan(problem)._replace(**variant.plan)  # type: ignore[assignment]
+    hopper._order, hopper.TRY = order, variant.switches  # type: ignore[assignment]
+    forget()
+    try:
+        yield
+    finally:
+        hopper._plan, hopper._order, hopper.TRY = chosen_plan, chosen_order, switches  # type: ignore[assignment]
+        forget()
+
+
+def prototypes() -> Any:
+    """The forward prototype, if it was brought along: gfwd.py and gfwd2.py in a folder prototypes."""
+    folder = Path(__file__).parents[1] / "prototypes"
+    if not folder.exists():
+        return None
+    sys.path.insert(0, str(folder))
+    import gfwd2
+
+    return gfwd2
+
+
+def variants() -> None:
+    """Other plans than the chosen one, by teraflops a second and ratio to FlashAttention-3."""
+    fa3, other = flash_attention_3(), prototypes()
+    for cell in variant_cells():
+        q, k, v = cell.tensors()
+        calls: dict[str, Callable[[], Tensor]] = {}
+        if fa3 is not None:
+            options = cell.fa3_options()
+            calls["fa3"] = lambda: fa3.fwd(q, k, v, **options)[0]  # noqa: B023
+        if other is not None and "window_size" not in cell.options:
+            plan = other.config(cell.d, bool(cell.options), QBUF=2 if cell.s <= 1024 else 1)
+            place = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+            given = (q, k, v, cell.d**-0.5, bool(cell.options), plan)
+            calls["prototype"] = lambda: other.fwd(*given, out=place)[0]  # noqa: B023
+        graphs = {}
+        problem = tilewise.api.problem_of(q, k, v, **cell.options)
+        with watched(f"variants of {cell.name}"):
+            for name, call in calls.items():
+                graphs[name] = graphed(call)
+            for name, variant in variants_of(problem).items():
+                with varied(variant):
+                    if hopper._plan(problem).shared_bytes <= hopper._SHARED_BYTES:
+                        graphs[name] = graphed(lambda: attend(q, k, v, **cell.options))  # noqa: B023
+        wanted = graphs["chosen"][1]
+        times: dict[str, list[float]] = {name: [] for name in graphs}
+        for _ in range(3):
+            for name, (replay, _) in graphs.items():
+                times[name].append(milliseconds(replay))
+        rates = {name: cell.flops / sorted(t)[1] * 1e-9 for name, t in times.items()}
+        log(f"D{cell.d} variants of {cell.name}:")
+        for name, rate in rates.items():
+            off = float((graphs[name][1].float() - wanted.float()).norm() / wanted.float().norm())
+            beside = f"{rate / rates['fa3']:.3f}" if "fa3" in rates else ""
+            log(f"D   {name:20} {rate:5.0f} {beside}{'' if off < 5e-3 else f' WRONG {off:.1e}'}")
 
 
 def launch_cost() -> None:

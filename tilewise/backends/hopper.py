@@ -38,6 +38,7 @@ _SHARED_BYTES, _BARRIERS = 227 * 1024, 512
 _REGISTERS = {2: (168, 240), 3: (128, 160)}
 # Of the 50 or 60 MB of L2, what the keys and values may take of the heads that are worked on together.
 _L2_SHARE = 32 * 2**20
+TRY = 1
 # Below so many floating-point operations, some 30 µs, a launch takes longer than the Triton backend does.
 _FEWEST_OPERATIONS = 2**34
 # How many multiprocessors a GPU has that is not here.
@@ -143,7 +144,8 @@ def _name(dtype: torch.dtype) -> str:
 
 class _Plan(NamedTuple):
     """Tiles of a program: `groups` consumers of 64 rows; blocks of keys in `stages`, tiles of q in
-    `q_stages`; the columns that hold D and Dv. `dynamic`: programs draw tiles, which differ in length."""
+    `q_stages`; the columns that hold D and Dv. `dynamic`: programs draw tiles, which differ in length.
+    `fenced`: see `compute_before` of the kernels."""
 
     groups: int
     block_k: int
@@ -152,6 +154,7 @@ class _Plan(NamedTuple):
     stages: int
     q_stages: int
     dynamic: bool
+    fenced: bool = False
 
     @property
     def shared_bytes(self) -> int:
@@ -181,7 +184,8 @@ def _plan(problem: Problem) -> _Plan:
     key = Key("hopper_forward", 16, max(block_d, block_dv), kind, length)
     chosen = config_for(_device_name(problem.q.device), key)
     groups, stages = chosen.block_q // _GROUP_ROWS, chosen.num_stages
-    plan = _Plan(groups, chosen.block_k, block_d, block_dv, stages, 2, banded)
+    fenced = max(block_d, block_dv) == 64
+    plan = _Plan(groups, chosen.block_k, block_d, block_dv, stages, 2, banded, fenced)
     # Short tiles wait for their queries often enough to load those of the next one ahead.
     if length == "long" or plan.shared_bytes > _SHARED_BYTES:
         plan = plan._replace(q_stages=1)
@@ -205,8 +209,7 @@ def forward(problem: Problem) -> Result:
     )
     maxnreg, registers = _REGISTERS[plan.groups]
     ragged = (last - first) % plan.block_k != 0
-    fenced = max(plan.block_d, plan.block_dv) == 64
-    sides = (*plan, ragged, fenced, registers, kernels.WHOLE.value)
+    sides = (*plan[:-1], ragged, plan.fenced, registers, kernels.WHOLE.value, TRY)
     tile = kernels.Tile(*map(kernels.constexpr, sides))
     with current(q.device):
         spec, walk = _order(problem, plan, plan.groups * _GROUP_ROWS)

@@ -29,28 +29,30 @@ from tilewise.kernels.hopper_pipeline import (
     give_back,
     keep,
     load_tile,
+    number_ring,
+    one_of,
     open_turns,
     pack,
     partial_row_sums,
     pass_turn,
     product_layout,
-    put_word,
+    put_numbers,
     shared_layout,
     slot,
     split_columns,
     store_tile,
-    take_word,
+    take_numbers,
     tile_ring,
     unpack,
     wait_empty,
     wait_full,
-    word_ring,
 )
-from tilewise.kernels.hopper_walk import Walk, blocks_of, work_of
+from tilewise.kernels.hopper_walk import Walk, Work, blocks_of, work_of
 from tilewise.kernels.score import (
     LN2,
     LOG2E,
     NEG_INF,
+    Place,
     constexpr,
     interval,
     line,
@@ -77,6 +79,7 @@ class Tile(NamedTuple):
     FENCED: Any
     REGISTERS: Any
     RANK: Any
+    TRY: Any
 
 
 class Views(NamedTuple):
@@ -89,19 +92,31 @@ class Views(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """Rings of q (one use per tile and consumer), k and v, a buffer of out per consumer, and a ring of the
-    tiles drawn."""
+    """Rings of q (one use per tile and consumer), k and v, a buffer of out per consumer, and a ring of what
+    there is to do."""
 
     q: Any
     k: Any
     v: Any
     out: Any
-    tiles: Any
+    orders: Any
 
 
 @gluon.jit
 def _queries(at):
     return Part(at.number, at.start_q, at.sq)
+
+
+@gluon.jit
+def _ordered(order, spec, walk):
+    """The work that the producer says there is."""
+    sizes = spec.sizes
+    number = one_of(order, 4)
+    at = Place(
+        one_of(order, 2), True, number, number.to(gl.int64), 0, 0, sizes.sq, sizes.sk, walk.offset
+    )
+    head = one_of(order, 3)
+    return Work(at, head, head // sizes.groups, one_of(order, 1), one_of(order, 0))
 
 
 @gluon.jit
@@ -119,13 +134,6 @@ def _produce(views, shared, spec, walk, tile):
     turn = 0
     number = gl.program_id(0)
     while number < walk.tiles:
-        following = number + gl.num_programs(0)
-        if tile.DYNAMIC:
-            put_word(shared.tiles, turn, number)
-            drawn = gl.atomic_add(walk.drawn, 1, sem="relaxed")
-            # As many are drawn as there are tiles: after the last one the counter is as it was.
-            gl.store(walk.drawn, 0, mask=drawn == walk.tiles - 1)
-            following = gl.num_programs(0) + drawn
         work = work_of(number, walk, spec, ROWS, tile.BLOCK_K)
         keys = _keys(work.at)
         j = work.first + (work.blocks - 1) * tile.BLOCK_K
@@ -136,6 +144,14 @@ def _produce(views, shared, spec, walk, tile):
             row = work.at.tile_start + group * GROUP_ROWS
             wait_empty(shared.q, use)
             load_tile(views.q, _queries(work.at), row, work.head, shared.q, use, tile.RANK)
+        order = (work.blocks, work.first, work.at.tile_start, work.head, work.at.number)
+        put_numbers(shared.orders, turn, order)
+        number += gl.num_programs(0)
+        if tile.DYNAMIC:
+            drawn = gl.atomic_add(walk.drawn, 1, sem="relaxed")
+            # As many are drawn as there are tiles: after the last one the counter is as it was.
+            gl.store(walk.drawn, 0, mask=drawn == walk.tiles - 1)
+            number = gl.num_programs(0) + drawn
         for _ in range(work.blocks - 1):
             wait_empty(shared.k, count + 1)
             load_tile(views.k, keys, j - tile.BLOCK_K, work.kv_head, shared.k, count + 1, tile.RANK)
@@ -147,9 +163,7 @@ def _produce(views, shared, spec, walk, tile):
         load_tile(views.v, keys, j, work.kv_head, shared.v, count, tile.RANK)
         count += 1
         turn += 1
-        number = following
-    if tile.DYNAMIC:
-        put_word(shared.tiles, turn, number)
+    put_numbers(shared.orders, turn, (0, 0, 0, 0, 0))
 
 
 # ------------------------------------------------------------------ consumers
@@ -157,19 +171,21 @@ def _produce(views, shared, spec, walk, tile):
 
 @gluon.jit
 def _consume(views, shared, lse, spec, walk, tile, GROUP: gl.constexpr):
-    ROWS: gl.constexpr = tile.GROUPS * GROUP_ROWS
     ROW: gl.constexpr = gl.SliceLayout(1, product_layout(tile.BLOCK_K))
     LEFT: gl.constexpr = (spec.band.left is not None) or (spec.key_start is not None)
     RIGHT: gl.constexpr = (spec.band.right is not None) or (spec.key_start is not None)
     EDGE: gl.constexpr = (LEFT or RIGHT) or tile.RAGGED
+    # With three consumers there are too few registers for it.
+    NARROW: gl.constexpr = (
+        RIGHT and tile.BLOCK_K == 2 * GROUP_ROWS and tile.GROUPS == 2 and tile.TRY & 1
+    )
     count = 0
     turn = 0
     open_turns(GROUP, tile.GROUPS)
-    number = gl.program_id(0)
-    if tile.DYNAMIC:
-        number = take_word(shared.tiles, turn)
-    while number < walk.tiles:
-        work = work_of(number, walk, spec, ROWS, tile.BLOCK_K)
+    order = take_numbers(shared.orders, turn)
+    while one_of(order, 0) > 0:
+        give_back(shared.orders, turn)
+        work = _ordered(order, spec, walk)
         at = work.at
         i0 = at.tile_start + GROUP * GROUP_ROWS
         rows = interval(i0 + gl.arange(0, GROUP_ROWS, ROW), at, spec)
@@ -182,24 +198,35 @@ def _consume(views, shared, lse, spec, walk, tile, GROUP: gl.constexpr):
         use = turn * tile.GROUPS + GROUP
         wait_full(shared.q, use)
         q = slot(shared.q, use)
-        wait_full(shared.k, count)
-        await_turn(GROUP)
-        s = _scores(q, shared.k, count, tile)
-        pass_turn(GROUP, tile.GROUPS)
-        s = warpgroup_mma_wait(0, [s])
-        give_back(shared.k, count)
-        m = gl.full([GROUP_ROWS], NEG_INF, gl.float32, ROW)
-        p, m, _ = _softmax(s, m, rows, work, blocks.last, spec, tile, EDGE)
-        l = partial_row_sums(p)
-        p = pack(p, views.q.dtype)
         o = gl.zeros([GROUP_ROWS, tile.BLOCK_DV], gl.float32, product_layout(tile.BLOCK_DV))
+        full_last = blocks.full_last
+        if NARROW:
+            if (blocks.width <= tile.BLOCK_K // 2) & (
+                (blocks.full_first < full_last) & (full_last == blocks.last)
+            ):
+                p, l, m = _first(
+                    q, shared, count, rows, work, blocks.last, spec, tile, GROUP, True, EDGE
+                )
+                full_last -= 1
+                o, p, l, m = _step(
+                    o, p, l, m, q, shared, count, rows, work, full_last, spec, tile, GROUP, False
+                )
+                count += 1
+            else:
+                p, l, m = _first(
+                    q, shared, count, rows, work, blocks.last, spec, tile, GROUP, False, EDGE
+                )
+        else:
+            p, l, m = _first(
+                q, shared, count, rows, work, blocks.last, spec, tile, GROUP, False, EDGE
+            )
         if RIGHT:
             for block in range(blocks.last - 1, blocks.full_last - 1, -1):
                 o, p, l, m = _step(
                     o, p, l, m, q, shared, count, rows, work, block, spec, tile, GROUP, True
                 )
                 count += 1
-        for block in range(blocks.full_last - 1, blocks.full_first - 1, -1):
+        for block in range(full_last - 1, blocks.full_first - 1, -1):
             o, p, l, m = _step(
                 o, p, l, m, q, shared, count, rows, work, block, spec, tile, GROUP, False
             )
@@ -218,9 +245,7 @@ def _consume(views, shared, lse, spec, walk, tile, GROUP: gl.constexpr):
         count += 1
         turn += 1
         _finish(o, l, m, rows, i0, work, views, shared.out.index(GROUP), lse, spec, tile)
-        number += gl.num_programs(0)
-        if tile.DYNAMIC:
-            number = take_word(shared.tiles, turn)
+        order = take_numbers(shared.orders, turn)
     tma.store_wait(0)
     close_turns(GROUP)
 
@@ -237,17 +262,52 @@ def _skip(shared, count, GROUP: gl.constexpr, tile):
 
 
 @gluon.jit
-def _scores(q, k, count, tile):
-    """The product q kᵀ with block `count`, on its way."""
-    layout: gl.constexpr = product_layout(tile.BLOCK_K)
-    zero = gl.zeros([GROUP_ROWS, tile.BLOCK_K], gl.float32, layout)
-    return warpgroup_mma(q, slot(k, count).permute((1, 0)), zero, use_acc=False, is_async=True)
+def _first(
+    q,
+    shared,
+    count,
+    rows,
+    work,
+    block,
+    spec,
+    tile,
+    GROUP: gl.constexpr,
+    NARROW: gl.constexpr,
+    EDGE: gl.constexpr,
+):
+    """The probabilities, their sums and the maximum of the first block. NARROW: of the first half of it,
+    no row sees the second."""
+    COLUMNS: gl.constexpr = tile.BLOCK_K // 2 if NARROW else tile.BLOCK_K
+    none = gl.zeros([GROUP_ROWS, tile.BLOCK_K], gl.float32, product_layout(tile.BLOCK_K))
+    l = partial_row_sums(none)
+    wait_full(shared.k, count)
+    await_turn(GROUP)
+    s = _scores(q, shared.k, count, COLUMNS)
+    pass_turn(GROUP, tile.GROUPS)
+    s = warpgroup_mma_wait(0, [s])
+    give_back(shared.k, count)
+    m = gl.full([GROUP_ROWS], NEG_INF, gl.float32, gl.SliceLayout(1, s.type.layout))
+    p, m, _ = _softmax(s, m, rows, work, block, spec, tile, EDGE)
+    l = gl.convert_layout(partial_row_sums(p), l.type.layout, assert_trivial=True)
+    return pack(p, shared.v.data.dtype), l, _beside(m, none)
+
+
+@gluon.jit
+def _scores(q, k, count, COLUMNS: gl.constexpr):
+    """The product q kᵀ with so many keys of block `count`, on its way."""
+    zero = gl.zeros([GROUP_ROWS, COLUMNS], gl.float32, product_layout(COLUMNS))
+    keys = slot(k, count)
+    if keys.shape[0] > COLUMNS:
+        keys = keys.slice(0, COLUMNS)
+    return warpgroup_mma(q, keys.permute((1, 0)), zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
 def _add_values(o, p, v, count, tile):
-    """o + p v with block `count`, on its way."""
+    """o + p v with as many keys of block `count` as p has, on its way."""
     values = slot(v, count)
+    if values.shape[0] > 2 * p.shape[1]:
+        values = values.slice(0, 2 * p.shape[1])
     p = unpack(p, values.dtype, product_layout(tile.BLOCK_DV))
     return warpgroup_mma(p, values, o, is_async=True)
 
@@ -273,7 +333,7 @@ def _step(
     before, use count, are added. EDGE: not every row sees all of the block."""
     wait_full(shared.k, count + 1)
     await_turn(GROUP)
-    s = _scores(q, shared.k, count + 1, tile)
+    s = _scores(q, shared.k, count + 1, tile.BLOCK_K)
     wait_full(shared.v, count)
     o = _add_values(o, p, shared.v, count, tile)
     pass_turn(GROUP, tile.GROUPS)
@@ -310,11 +370,12 @@ def _softmax(s, m, rows, work, block, spec, tile, EDGE: gl.constexpr):
     LEFT: gl.constexpr = (spec.band.left is not None) or (spec.key_start is not None)
     j = work.first + block * tile.BLOCK_K
     low, high = split_columns(s)
-    s = logits(s, work.at, work.head, (rows.number - j)[:, None] - low, high, None, spec).s
+    row = _beside(rows.number - j, s)[:, None] - low
+    s = logits(s, work.at, work.head, row, high, None, spec).s
     if EDGE:
-        seen = (rows.hi - j)[:, None] - low > high
+        seen = _beside(rows.hi - j, s)[:, None] - low > high
         if LEFT:
-            seen = seen & ((rows.lo - j)[:, None] - low <= high)
+            seen = seen & (_beside(rows.lo - j, s)[:, None] - low <= high)
         s = gl.where(seen, s, NEG_INF)
     highest = gl.max(s, 1)
     if spec.scores.FOLDED:
@@ -375,7 +436,7 @@ def forward_kernel(q, k, v, out, lse, spec, walk, tile):
         gl.allocate_shared_memory(
             dtype, [G, GROUP_ROWS, min(tile.BLOCK_DV, 128)], shared_layout(2)
         ),
-        word_ring(2, G) if tile.DYNAMIC else None,
+        number_ring(2, 8, G),
     )
     fence_async_shared()
     if G == 2:

@@ -94,31 +94,50 @@ def give_back(ring, count):
     mbarrier.arrive(ring.empty.index(count % ring.data.shape[0]))
 
 
-# ------------------------------------------------------------------ words from the producer
+# ------------------------------------------------------------------ numbers from the producer
 
 
 @gluon.jit
-def word_ring(SLOTS: gl.constexpr, CONSUMERS: gl.constexpr):
-    """A ring of one int32 per slot."""
-    data = gl.allocate_shared_memory(gl.int32, [SLOTS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+def number_ring(SLOTS: gl.constexpr, NUMBERS: gl.constexpr, CONSUMERS: gl.constexpr):
+    """A ring of so many int32 per slot, a power of two."""
+    data = gl.allocate_shared_memory(
+        gl.int32, [SLOTS, NUMBERS], gl.SwizzledSharedLayout(1, 1, 1, [0])
+    )
     return ring_of(data, SLOTS, CONSUMERS)
 
 
+@gluon.constexpr_function
+def _numbers_layout(count):
+    """Every thread holds all of them, so that none moves between threads."""
+    return gl.BlockedLayout([count], [32], [4], [0])
+
+
 @gluon.jit
-def put_word(ring, count, word):
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+def put_numbers(ring, count, numbers):
+    NUMBERS: gl.constexpr = ring.data.shape[1]
+    layout: gl.constexpr = _numbers_layout(NUMBERS)
+    index = gl.arange(0, NUMBERS, layout)
+    together = gl.full([NUMBERS], numbers[0], gl.int32, layout)
+    for i in gl.static_range(1, len(numbers)):
+        together = gl.where(index == i, numbers[i], together)
     wait_empty(ring, count)
-    slot(ring, count).store(gl.full([1], word, gl.int32, layout))
+    slot(ring, count).store(together)
     mbarrier.arrive(ring.full.index(count % ring.data.shape[0]))
 
 
 @gluon.jit
-def take_word(ring, count):
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+def take_numbers(ring, count):
+    """The numbers of a slot, which must be given back."""
+    NUMBERS: gl.constexpr = ring.data.shape[1]
+    layout: gl.constexpr = _numbers_layout(NUMBERS)
     wait_full(ring, count)
-    word = gl.max(slot(ring, count).load(layout), 0)
-    give_back(ring, count)
-    return word
+    return slot(ring, count).load(layout)
+
+
+@gluon.jit
+def one_of(numbers, i: gl.constexpr):
+    index = gl.arange(0, numbers.shape[0], numbers.type.layout)
+    return gl.sum(gl.where(index == i, numbers, 0), 0)
 
 
 # ------------------------------------------------------------------ tiles in and out

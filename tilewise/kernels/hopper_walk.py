@@ -38,11 +38,13 @@ class Work(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """The blocks 0 … last that some rows see; they see all of full_first … full_last − 1."""
+    """The blocks 0 … last that some rows see; they see all of full_first … full_last − 1. No row sees more
+    than `width` keys of the last."""
 
     full_first: Any
     full_last: Any
     last: Any
+    width: Any
 
 
 @triton.jit
@@ -81,4 +83,5 @@ def blocks_of(i0, work, spec, ROWS: tl.constexpr, BLOCK_K: tl.constexpr):
     if spec.band.left is not None:
         full_first = (edges.full_first - work.first + BLOCK_K - 1) // BLOCK_K
         full_first = tl.minimum(tl.maximum(full_first, 0), full_last)
-    return Blocks(full_first, full_last, last)
+    width = edges.last - work.first - last * BLOCK_K
+    return Blocks(full_first, full_last, last, width)
