@@ -43,6 +43,8 @@ TRY = 1
 _FEWEST_OPERATIONS = 2**34
 # How many multiprocessors a GPU has that is not here.
 _MULTIPROCESSORS = 132
+# Coordinates of packed tokens are 32-bit.
+_LARGEST_COUNT = 2**30
 
 
 def unsupported(problem: Problem) -> list[str]:
@@ -52,14 +54,13 @@ def unsupported(problem: Problem) -> list[str]:
         reasons.append(f"the dtype must be bfloat16 or float16, got {_name(q.dtype)}")
     given = {
         "pages": problem.paged,
-        "packed sequences": problem.packed,
         "key_range": problem.key_range,
         "mask": s.mask,
         "bias": s.bias,
         "dropout": problem.dropout,
     }
     reasons += [f"{name}: not served" for name, value in given.items() if value is not None]
-    if problem.packed is not None or problem.paged is not None:
+    if problem.paged is not None:
         return reasons
     widest = max(q.shape[-1], v.shape[-1])
     if widest > LARGEST_HEAD_DIM:
@@ -68,16 +69,31 @@ def unsupported(problem: Problem) -> list[str]:
         reasons.append(f"the head dim of v must be a multiple of 8, got {v.shape[-1]}")
     for name, t in (("q", q), ("k", k), ("v", v)):
         reasons += _unaligned(name, t)
-    first, last = (0, 1) if problem.key_range else _seen_keys(problem)
-    if q.numel() == 0 or first >= last:
+    if q.numel() == 0 or not _some_key_seen(problem):
         reasons.append("no row sees a key")
+    tokens = max(q.shape[-3], k.shape[-3])
+    if tokens > _LARGEST_COUNT:
+        reasons.append(f"sequences go up to {_LARGEST_COUNT} tokens, got {tokens}")
     return reasons
+
+
+def _some_key_seen(problem: Problem) -> bool:
+    """As far as it is known on the host."""
+    if problem.packed is not None or problem.key_range is not None:
+        return problem.k.shape[-3] > 0
+    first, last = _seen_keys(problem)
+    return first < last
 
 
 def declined(problem: Problem) -> list[str]:
     """Why a call that these kernels could serve is better left to another backend."""
     q, k, v = problem.q, problem.k, problem.v
-    operations = 2 * q.shape[0] * q.shape[2] * q.shape[1] * k.shape[1] * (q.shape[3] + v.shape[3])
+    pairs = q.shape[-3] * k.shape[-3]
+    if problem.packed is None:
+        pairs *= q.shape[0]
+    else:
+        pairs //= max(1, problem.packed.cu_seqlens_q.shape[0] - 1)
+    operations = 2 * q.shape[-2] * pairs * (q.shape[-1] + v.shape[-1])
     if operations >= _FEWEST_OPERATIONS:
         return []
     return [f"too little to do for the time a launch takes: {operations:.1e} operations"]
@@ -178,14 +194,22 @@ def config(problem: Problem) -> dict[str, Any]:
 def _plan(problem: Problem) -> _Plan:
     banded = any(side is not None for side in twins.sides(problem))
     block_d, block_dv = (max(64, twins.power_of_two(t.shape[-1])) for t in (problem.q, problem.v))
-    length = length_bucket(max(problem.q.shape[1], problem.k.shape[1]))
+    lengths: tuple[int | None, ...] = (None, None)
+    if problem.packed is not None:
+        lengths = problem.packed[2:]
+    longest = max(
+        t.shape[-3] if n is None else n
+        for t, n in zip((problem.q, problem.k), lengths, strict=True)
+    )
+    length = length_bucket(longest)
     s = problem.scores
     kind = mask_kind(banded, general=s.softcap is not None or s.alibi_slopes is not None)
     key = Key("hopper_forward", 16, max(block_d, block_dv), kind, length)
     chosen = config_for(_device_name(problem.q.device), key)
     groups, stages = chosen.block_q // _GROUP_ROWS, chosen.num_stages
     fenced = max(block_d, block_dv) == 64
-    plan = _Plan(groups, chosen.block_k, block_d, block_dv, stages, 2, banded, fenced)
+    dynamic = banded or problem.packed is not None
+    plan = _Plan(groups, chosen.block_k, block_d, block_dv, stages, 2, dynamic, fenced)
     # Short tiles wait for their queries often enough to load those of the next one ahead.
     if length == "long" or plan.shared_bytes > _SHARED_BYTES:
         plan = plan._replace(q_stages=1)
@@ -196,24 +220,29 @@ def forward(problem: Problem) -> Result:
     """out, laid out like q, and lse."""
     from tilewise.kernels import hopper_forward as kernels
 
-    q = problem.q
+    q, k, v = problem.q, problem.k, problem.v
     out_shape, lse_shape = result_shapes(problem)
     out, lse = q.new_empty(out_shape), q.new_empty(lse_shape, dtype=torch.float32)
     plan = _plan(problem)
-    first, last = _seen_keys(problem)
+    ragged = True
+    if problem.packed is None:
+        first, last = _seen_keys(problem)
+        k, v = k[:, first:last], v[:, first:last]
+        ragged = (last - first) % plan.block_k != 0
+    view, rank = (_view, kernels.WHOLE) if problem.packed is None else (_clipped, kernels.CLIPPED)
     views = (
-        _view(q, _GROUP_ROWS, plan.block_d),
-        _view(problem.k[:, first:last], plan.block_k, plan.block_d),
-        _view(problem.v[:, first:last], plan.block_k, plan.block_dv),
-        _view(out, _GROUP_ROWS, min(plan.block_dv, 128)),
+        view(q, _GROUP_ROWS, plan.block_d),
+        view(k, plan.block_k, plan.block_d),
+        view(v, plan.block_k, plan.block_dv),
+        view(out, _GROUP_ROWS, min(plan.block_dv, 128)),
     )
     maxnreg, registers = _REGISTERS[plan.groups]
-    ragged = (last - first) % plan.block_k != 0
-    sides = (*plan[:-1], ragged, plan.fenced, registers, kernels.WHOLE.value, TRY)
+    sides = (*plan[:-1], ragged, plan.fenced, registers, rank.value, TRY)
     tile = kernels.Tile(*map(kernels.constexpr, sides))
     with current(q.device):
         spec, walk = _order(problem, plan, plan.groups * _GROUP_ROWS)
-        programs = min(walk.tiles, _multiprocessors(q.device))
+        most = _most_tiles(problem, plan.groups * _GROUP_ROWS)
+        programs = min(most, _multiprocessors(q.device))
         values = (twins.lines(lse), spec, walk, tile)
         options = {"num_warps": 4, "maxnreg": maxnreg}
         launch(kernels.forward_kernel, programs, q.device, *views, *values, **options)
@@ -228,18 +257,46 @@ def _seen_keys(problem: Problem) -> tuple[int, int]:
 
 def _view(t: Tensor, rows: int, columns: int) -> Any:
     """How the TMA engine sees (B, S, H, D): in tiles of rows and columns of one head."""
+    t = _aligned(t)
+    # The stride of a dimension of size 1 may be anything, and means nothing.
+    strides = [step if n > 1 else 8 for step, n in zip(t.stride()[:-1], t.shape[:-1], strict=True)]
+    return _descriptor(t, list(t.shape), [*strides, 1], [1, rows, 1, columns])
+
+
+def _clipped(t: Tensor, rows: int, columns: int) -> Any:
+    """How it sees packed (total, H, D): with two dimensions more, of strides that cancel out modulo 2⁶⁴
+    bytes at the coordinates (END, start + length, END − length + row), which is row start + row. The
+    hardware's check of the third, END long, then ends at the sequence's last row.
+    """
+    t = _aligned(t)
+    (total, heads, width), row = t.shape, t.stride(0) if t.shape[0] > 1 else 8
+    assert total <= _LARGEST_COUNT
+    far = 2**31 - 2**16
+    strides = [2**35 // t.element_size() - row, row, row, t.stride(1) if heads > 1 else 8, 1]
+    return _descriptor(t, [far, far, 2**30, heads, width], strides, [1, 1, rows, 1, columns])
+
+
+def _aligned(t: Tensor) -> Tensor:
+    if t.data_ptr() % _ALIGNMENT == 0:
+        return t
+    # Known only now where `unsupported` was asked about a tensor without memory.
+    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).copy_(t)
+
+
+def _descriptor(t: Tensor, shape: list[int], strides: list[int], block: list[int]) -> Any:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     from tilewise.kernels.hopper_pipeline import shared_layout
 
-    if t.data_ptr() % _ALIGNMENT:
-        # Known only now where `unsupported` was asked about a tensor without memory.
-        t = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).copy_(t)
-    # The stride of a dimension of size 1 may be anything, and means nothing.
-    strides = [step if n > 1 else 8 for step, n in zip(t.stride()[:-1], t.shape[:-1], strict=True)]
-    return TensorDescriptor(
-        t, list(t.shape), [*strides, 1], [1, rows, 1, columns], shared_layout(4)
-    )
+    return TensorDescriptor(t, shape, strides, block, shared_layout(len(block)))
+
+
+def _most_tiles(problem: Problem, rows: int) -> int:
+    """Tiles of all heads, or as many as packed sequences may need."""
+    q = problem.q
+    if problem.packed is None:
+        return -(-q.shape[1] // rows) * q.shape[0] * q.shape[2]
+    return (-(-q.shape[0] // rows) + problem.packed.cu_seqlens_q.shape[0]) * q.shape[1]
 
 
 def _order(problem: Problem, plan: _Plan, rows: int) -> tuple[Any, Any]:
@@ -248,18 +305,36 @@ def _order(problem: Problem, plan: _Plan, rows: int) -> tuple[Any, Any]:
     from tilewise.kernels.hopper_walk import Walk
 
     q, k, v = problem.q, problem.k, problem.v
-    first, last = _seen_keys(problem)
     spec = twins.spec(problem)
-    spec = spec._replace(sizes=spec.sizes._replace(sk=last - first))
-    heads, per_head = q.shape[0] * q.shape[2], -(-q.shape[1] // rows)
-    section = 1
-    if plan.dynamic:
-        kv_bytes = (last - first) * (k.shape[-1] + v.shape[-1]) * k.element_size()
-        most = max(1, _L2_SHARE // kv_bytes) * problem.groups
-        section = -(-heads // -(-heads // most))
     drawn = _counter(q.device) if plan.dynamic else None
-    offset = problem.band.offset(q.shape[1], k.shape[1]) - first
-    return spec, Walk(per_head * heads, per_head, heads, section, offset, drawn)
+    bytes_per_key = (k.shape[-1] + v.shape[-1]) * k.element_size()
+    if problem.packed is None:
+        first, last = _seen_keys(problem)
+        spec = spec._replace(sizes=spec.sizes._replace(sk=last - first))
+        heads, per_head = q.shape[0] * q.shape[2], -(-q.shape[1] // rows)
+        section = _section(heads, problem.groups, (last - first) * bytes_per_key)
+        offset = problem.band.offset(q.shape[1], k.shape[1]) - first
+        return spec, Walk(per_head, heads, section if plan.dynamic else 1, offset, None, None, drawn)
+    heads, count = q.shape[1], spec.packed.count
+    section = _section(heads, problem.groups, k.shape[0] * bytes_per_key)
+    schedule = _schedule(q, spec, rows)
+    return spec, Walk(0, heads, section, 0, schedule, count.bit_length(), drawn)
+
+
+def _section(heads: int, groups: int, kv_bytes: int) -> int:
+    """How many heads are worked on together, of which each `groups` read so many bytes."""
+    most = max(1, _L2_SHARE // max(1, kv_bytes)) * groups
+    return -(-heads // -(-heads // most))
+
+
+def _schedule(q: Tensor, spec: Any, rows: int) -> Tensor:
+    from tilewise.kernels.hopper_schedule import schedule_kernel
+
+    count, block = spec.packed.count, 64
+    schedule = torch.empty(2 * count + 3, dtype=torch.int32, device=q.device)
+    arguments = (schedule, spec.packed, spec.sizes.sq, spec.sizes.sk, rows, block)
+    launch(schedule_kernel, -(-(count + 1) // block), q.device, *arguments)
+    return schedule
 
 
 _counters: dict[tuple[torch.device, int], Tensor] = {}

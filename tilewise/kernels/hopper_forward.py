@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tilewise.kernels.hopper_pipeline import (
+    CLIPPED,
     GROUP_ROWS,
     WHOLE,
     Part,
@@ -47,7 +48,7 @@ from tilewise.kernels.hopper_pipeline import (
     wait_empty,
     wait_full,
 )
-from tilewise.kernels.hopper_walk import Walk, Work, blocks_of, work_of
+from tilewise.kernels.hopper_walk import Walk, Work, blocks_of, tiles_per_head, work_of
 from tilewise.kernels.score import (
     LN2,
     LOG2E,
@@ -60,7 +61,7 @@ from tilewise.kernels.score import (
     probabilities,
 )
 
-__all__ = ["WHOLE", "Tile", "Walk", "constexpr", "forward_kernel"]
+__all__ = ["CLIPPED", "WHOLE", "Tile", "Walk", "constexpr", "forward_kernel"]
 
 
 class Tile(NamedTuple):
@@ -108,18 +109,6 @@ def _queries(at):
 
 
 @gluon.jit
-def _ordered(order, spec, walk):
-    """The work that the producer says there is."""
-    sizes = spec.sizes
-    number = one_of(order, 4)
-    at = Place(
-        one_of(order, 2), True, number, number.to(gl.int64), 0, 0, sizes.sq, sizes.sk, walk.offset
-    )
-    head = one_of(order, 3)
-    return Work(at, head, head // sizes.groups, one_of(order, 1), one_of(order, 0))
-
-
-@gluon.jit
 def _keys(at):
     return Part(at.number, at.start_k, at.sk)
 
@@ -133,8 +122,9 @@ def _produce(views, shared, spec, walk, tile):
     count = 0
     turn = 0
     number = gl.program_id(0)
-    while number < walk.tiles:
-        work = work_of(number, walk, spec, ROWS, tile.BLOCK_K)
+    per_head = tiles_per_head(walk, spec)
+    while number < per_head * walk.heads:
+        work = work_of(number, per_head, walk, spec, ROWS, tile.BLOCK_K)
         keys = _keys(work.at)
         j = work.first + (work.blocks - 1) * tile.BLOCK_K
         wait_empty(shared.k, count)
@@ -144,13 +134,12 @@ def _produce(views, shared, spec, walk, tile):
             row = work.at.tile_start + group * GROUP_ROWS
             wait_empty(shared.q, use)
             load_tile(views.q, _queries(work.at), row, work.head, shared.q, use, tile.RANK)
-        order = (work.blocks, work.first, work.at.tile_start, work.head, work.at.number)
-        put_numbers(shared.orders, turn, order)
+        put_numbers(shared.orders, turn, _order(work, spec))
         number += gl.num_programs(0)
         if tile.DYNAMIC:
             drawn = gl.atomic_add(walk.drawn, 1, sem="relaxed")
             # As many are drawn as there are tiles: after the last one the counter is as it was.
-            gl.store(walk.drawn, 0, mask=drawn == walk.tiles - 1)
+            gl.store(walk.drawn, 0, mask=drawn == per_head * walk.heads - 1)
             number = gl.num_programs(0) + drawn
         for _ in range(work.blocks - 1):
             wait_empty(shared.k, count + 1)
@@ -163,7 +152,34 @@ def _produce(views, shared, spec, walk, tile):
         load_tile(views.v, keys, j, work.kv_head, shared.v, count, tile.RANK)
         count += 1
         turn += 1
-    put_numbers(shared.orders, turn, (0, 0, 0, 0, 0))
+    put_numbers(shared.orders, turn, (0, 0))
+
+
+@gluon.jit
+def _order(work, spec):
+    """What consumers are told of the work, in numbers."""
+    at = work.at
+    order = (work.blocks, work.first, at.tile_start, work.head, at.number)
+    if spec.packed is not None:
+        order = order + (at.start_q, at.sq, at.sk, at.offset)
+    return order
+
+
+@gluon.jit
+def _ordered(order, spec, walk):
+    """The work that consumers are told of; the keys' own place is not their business."""
+    sizes = spec.sizes
+    number = one_of(order, 4)
+    start = one_of(order, 2)
+    if spec.packed is None:
+        batch = number.to(gl.int64)
+        at = Place(start, True, number, batch, 0, 0, sizes.sq, sizes.sk, walk.offset)
+    else:
+        real = number < spec.packed.count
+        start_q, sq, sk = one_of(order, 5), one_of(order, 6), one_of(order, 7)
+        at = Place(start, real, number, 0, start_q, 0, sq, sk, one_of(order, 8))
+    head = one_of(order, 3)
+    return Work(at, head, head // sizes.groups, one_of(order, 1), one_of(order, 0))
 
 
 # ------------------------------------------------------------------ consumers
@@ -398,6 +414,8 @@ def _finish(o, l, m, rows, i0, work, views, buffer, lse, spec, tile):
     share = gl.full([GROUP_ROWS], 1.0, gl.float32, m.type.layout)
     if spec.scores.sinks is not None:
         sink = gl.load(spec.scores.sinks + work.head).to(gl.float32)
+        if spec.packed is not None:
+            sink = gl.where(at.real, sink, NEG_INF)
         total = gl.maximum(m, sink)
         base = gl.where(total == NEG_INF, 0.0, total)
         share = gl.exp2((m - base) * LOG2E)
@@ -406,7 +424,8 @@ def _finish(o, l, m, rows, i0, work, views, buffer, lse, spec, tile):
     empty = l == 0.0
     share = share / gl.where(empty, 1.0, l)
     total = gl.where(empty, NEG_INF, m + gl.log(l))
-    gl.store(line(lse, at, work.head, at.start_q, rows.number), total, mask=rows.number < at.sq)
+    start = gl.cast(at.start_q, gl.int64)
+    gl.store(line(lse, at, work.head, start, rows.number), total, mask=rows.number < at.sq)
     o = (o * _beside(share, o)[:, None]).to(buffer.dtype)
     queries = _queries(at)
     if buffer.shape[1] == tile.BLOCK_DV:
@@ -436,7 +455,7 @@ def forward_kernel(q, k, v, out, lse, spec, walk, tile):
         gl.allocate_shared_memory(
             dtype, [G, GROUP_ROWS, min(tile.BLOCK_DV, 128)], shared_layout(2)
         ),
-        number_ring(2, 8, G),
+        number_ring(2, 8 if spec.packed is None else 16, G),
     )
     fence_async_shared()
     if G == 2:

@@ -5,7 +5,7 @@ A ring's slots are used in turn; `count` numbers the uses. The producer waits un
 has it filled; consumers wait until it is full and give it back.
 
 The TMA engine sees a tensor (B, S, H, D) of any strides as it is (WHOLE). Rows past S read as zeros and
-are not written. A CLIPPED view has such an end at any row: see `hopper_views.clipped`.
+are not written. A CLIPPED view has such an end at any row: see `_clipped` in backends/hopper.py.
 """
 
 from typing import Any, NamedTuple

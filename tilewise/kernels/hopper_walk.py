@@ -8,22 +8,25 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from tilewise.kernels.score import Place, bounds
+from tilewise.kernels.score import Place, bounds, span
 
 
 class Walk(NamedTuple):
-    """`tiles` of `heads` (those of all batch entries), `per_head` each, in sections of heads whose keys fit
-    the L2 cache together; in a section the last tiles of all heads first, which under a causal mask are
-    the longest. `offset`: of row 0's position.
+    """Tiles of `heads` heads (those of all batch entries), in sections of heads whose keys fit the L2 cache
+    together; in a section the last tiles of all heads first, which under a causal mask are the longest.
+
+    Dense: `per_head` tiles of each head; `offset` of row 0's position. Packed: the sequences' own offsets,
+    and a `schedule` (hopper_schedule.py) of their tiles, which are searched for in `steps` steps.
 
     `drawn` counts the tiles drawn beyond each program's first; it is 0 before and after a launch.
     """
 
-    tiles: Any
     per_head: Any
     heads: Any
     section: Any
     offset: Any
+    schedule: Any
+    steps: Any
     drawn: Any
 
 
@@ -48,24 +51,64 @@ class Blocks(NamedTuple):
 
 
 @triton.jit
-def work_of(number, walk, spec, ROWS: tl.constexpr, BLOCK_K: tl.constexpr):
+def tiles_per_head(walk, spec):
+    if spec.packed is None:
+        tiles = walk.per_head
+    else:
+        tiles = tl.load(walk.schedule + spec.packed.count + 1)
+    return tiles
+
+
+@triton.jit
+def work_of(number, per_head, walk, spec, ROWS: tl.constexpr, BLOCK_K: tl.constexpr):
     """Tile `number` of a walk, of ROWS rows."""
     sizes = spec.sizes
-    in_section = walk.section * walk.per_head
+    in_section = walk.section * per_head
     first_head = number // in_section * walk.section
     heads = tl.minimum(walk.section, walk.heads - first_head)
     rest = number % in_section
     head = first_head + rest % heads
-    batch = head // sizes.heads
-    head = head % sizes.heads
-    start = (walk.per_head - 1 - rest // heads) * ROWS
-    at = Place(start, True, batch, batch.to(tl.int64), 0, 0, sizes.sq, sizes.sk, walk.offset)
+    tile = rest // heads
+    if spec.packed is None:
+        batch = head // sizes.heads
+        head = head % sizes.heads
+        start = (per_head - 1 - tile) * ROWS
+        at = Place(start, True, batch, batch.to(tl.int64), 0, 0, sizes.sq, sizes.sk, walk.offset)
+    else:
+        at = _packed_place(tile, walk, spec, ROWS)
+        start = at.tile_start
     edges = bounds(start, tl.minimum(start + ROWS, at.sq), None, at, spec)
     # A tile that sees nothing gets a block past the end, which reads as zeros.
     seen = edges.first < edges.last
     first = tl.where(seen, edges.first, at.sk)
     blocks = tl.where(seen, (edges.last - edges.first + BLOCK_K - 1) // BLOCK_K, 1)
     return Work(at, head, head // sizes.groups, first, blocks)
+
+
+@triton.jit
+def _packed_place(tile, walk, spec, ROWS: tl.constexpr):
+    """The place of a tile of packed sequences, the last of each sequence first. Keys past those that some
+    row of the sequence sees do not count."""
+    count = spec.packed.count
+    rank = tile * 0
+    beyond = count + 1 + rank
+    for _ in range(walk.steps):
+        middle = (rank + beyond) // 2
+        before = tl.load(walk.schedule + middle) <= tile
+        rank = tl.where(before, middle, rank)
+        beyond = tl.where(before, beyond, middle)
+    number = tl.load(walk.schedule + count + 2 + rank)
+    real = number < count
+    start_q, sq = span(spec.packed.cu_seqlens_q, number, real, spec.sizes.sq)
+    start_k, sk = span(spec.packed.cu_seqlens_k, number, real, spec.sizes.sk)
+    sk = tl.where(real, sk, 0)
+    offset = sk * 0
+    if spec.band.bottom_right:
+        offset = sk - sq
+    if spec.band.right is not None:
+        sk = tl.minimum(sk, tl.maximum(sq + offset + spec.band.right, 0))
+    start = (tl.load(walk.schedule + rank + 1) - 1 - tile) * ROWS
+    return Place(start, real, number, 0, start_q, start_k, sq, sk, offset)
 
 
 @triton.jit
