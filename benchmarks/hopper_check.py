@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import functools
+import itertools
 import json
 import lzma
 import math
@@ -24,7 +26,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -38,15 +40,18 @@ from torch import Tensor
 import tilewise
 from tilewise import testing
 from tilewise.backends import hopper, reference
+from tilewise.cli.gpu_cases import USUAL
 from tilewise.kernels import twins
 from tilewise.results import accumulation_dtype
 from tilewise.spec import Problem
 from tilewise.testing import CASES, Call, Case, Maker, make_call
 
-CHECKS = ("plain", "features", "shapes", "probes", "odd")
+CHECKS = ("plain", "features", "shapes", "packed", "probes", "odd")
 PARTS = ("compile", *CHECKS, "speed", "variants", "launch")
 HALF = (torch.bfloat16, torch.float16)
 PATIENCE = 60.0
+# Few long sequences and many short ones, as in tilewise bench.
+PACKED_LENGTHS = USUAL.packed
 
 
 # ------------------------------------------------------------------ cases
@@ -147,7 +152,41 @@ def shape_cases() -> Iterator[Case]:
     yield dense("many heads", causal, sq=140, batch=50, heads=40, kv_heads=8, head_dim=64)
 
 
+def packed_cases() -> Iterator[Case]:
+    options: dict[str, Any] = {
+        "": None,
+        ", causal": causal,
+        ", causal, top-left": lambda make: {"causal": True, "align": "top-left"},
+        ", window": lambda make: {"window_size": (100, 20)},
+        ", all": lambda make: {
+            "causal": True,
+            "window_size": (190, None),
+            "alibi_slopes": make.normal(len(make.case.lengths), make.case.heads).abs(),
+            "softcap": 4.0,
+            "sinks": make.normal(make.case.heads),
+        },
+    }
+    lengths: dict[str, tuple[tuple[int, int], ...]] = {
+        "mixed": tuple((n, n) for n in (700, 1, 0, 128, 129, 1100, 64, 63, 0, 2)),
+        "crossed": ((5, 300), (0, 70), (400, 130), (33, 0), (128, 128), (1, 1), (257, 512)),
+        "many": tuple((n % 7, n % 5) for n in range(300)),
+        "empty": ((0, 0), (0, 9), (4, 0)),
+    }
+    for kind, these in lengths.items():
+        for name, given in options.items():
+            for d in (128, 64, 256):
+                yield dense(
+                    f"packed, {kind}{name}, D{d}",
+                    given,
+                    head_dim=d,
+                    layout="packed",
+                    lengths=these,
+                )
+    yield from (case for case in CASES if case.layout == "packed")
+
+
 CASES_OF: dict[str, Callable[[], Iterator[Case]]] = {
+    "packed": packed_cases,
     "plain": plain_cases,
     "features": feature_cases,
     "shapes": shape_cases,
@@ -285,6 +324,9 @@ def odd_checks() -> Iterator[Check]:
     yield Check("chosen without being asked for", chosen)
     yield Check("strides of (B, H, S, D) and of slices", strided)
     yield Check("NaN in keys that no row sees", hidden_nan)
+    yield Check("packed like one by one, beside NaN", packed_beside_nan)
+    yield Check("packed, strides of one tensor", packed_strides)
+    yield Check("packed, replayed with other lengths", packed_replayed)
     yield Check("large logits", large_logits)
     yield Check("gradients, continued by Triton", gradients)
     yield Check("more than 65,535 heads", many_heads)
@@ -339,6 +381,70 @@ def hidden_nan() -> str:
             t.fill_(float("nan"))
             t[:, seen] = kept
         wrong.append(same(attend(q, k, v, **options), clean))
+    return "; ".join(filter(None, wrong))
+
+
+def cumulative(
+    lengths: Sequence[int], dtype: torch.dtype = torch.int32, device: str = "cuda"
+) -> Tensor:
+    return torch.tensor([0, *itertools.accumulate(lengths)], device=device, dtype=dtype)
+
+
+def attend_packed(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, **options: Any) -> Tensor:
+    with torch.no_grad():
+        return tilewise.attention_varlen(q, k, v, cu, cu, backend="hopper", **options)
+
+
+def packed_beside_nan() -> str:
+    """Sequences on their own give the same; every other is NaN, and so are tokens past the last."""
+    wrong = []
+    lengths = (300, 17, 1000, 0, 64, 129, 513)
+    cu = cumulative(lengths, torch.int64)
+    bounds = cu.tolist()
+    for options in ({}, {"causal": True}, {"window_size": (100, 7)}):
+        q, k, v = (normal(bounds[-1] + 70, 4, 128) for _ in range(3))
+        for i in range(1, len(lengths), 2):
+            for t in (k, v):
+                t[bounds[i] : bounds[i + 1]] = float("nan")
+        for t in (q, k, v):
+            t[bounds[-1] :] = float("nan")
+        with poisoned():
+            out = attend_packed(q, k, v, cu, **options)
+        for i in range(0, len(lengths), 2):
+            part = slice(bounds[i], bounds[i + 1])
+            alone = attend(*(t[None, part].contiguous() for t in (q, k, v)), **options)
+            off = (out[part].float() - alone[0].float()).norm() / alone.float().norm()
+            if not off < 5e-3:
+                wrong.append(f"{options}, sequence {i}: {off:.1e}")
+        if out[bounds[-1] :].abs().max() != 0:
+            wrong.append(f"{options}: tokens of no sequence are not 0")
+    return "; ".join(wrong)
+
+
+def packed_strides() -> str:
+    cu = cumulative((100, 400, 30))
+    q, k, v = normal(530, 3, 4, 128).unbind(1)
+    plain = attend_packed(*(t.contiguous() for t in (q, k, v)), cu, causal=True)
+    across = [t.transpose(0, 1).contiguous().transpose(0, 1) for t in (q, k, v)]
+    return "; ".join(
+        filter(
+            None, (same(attend_packed(*ts, cu, causal=True), plain) for ts in ((q, k, v), across))
+        )
+    )
+
+
+def packed_replayed() -> str:
+    """Lengths are read on the device: a graph follows them."""
+    q, k, v = (normal(2000, 8, 128) for _ in range(3))
+    cu = cumulative((1000, 500, 500))
+    replay, out = graphed(lambda: attend_packed(q, k, v, cu, causal=True))
+    wrong = []
+    for lengths in ((1000, 500, 500), (1, 1999, 0), (0, 100, 1200)):
+        cu.copy_(cumulative(lengths))
+        out.fill_(float("nan"))
+        replay()
+        torch.cuda.synchronize()
+        wrong.append(same(out, attend_packed(q, k, v, cu, causal=True)))
     return "; ".join(filter(None, wrong))
 
 
@@ -435,9 +541,7 @@ def compile_all(parts: list[str]) -> None:
     distinct = {what_it_takes(problem): (problem, Variant()) for problem in jobs.values()}
     if "variants" in parts:
         for cell in variant_cells():
-            shapes = ((1, cell.s, h, cell.d) for h in (cell.heads, cell.kv_heads, cell.kv_heads))
-            q, k, v = (torch.empty(shape, dtype=torch.bfloat16) for shape in shapes)
-            problem = tilewise.api.problem_of(q, k, v, **cell.options)
+            problem = tilewise.api.problem_of(**cell.arguments("cpu"))
             for variant in variants_of(problem).values():
                 with varied(variant):
                     if hopper._plan(problem).shared_bytes <= hopper._SHARED_BYTES:
@@ -455,11 +559,14 @@ def compile_all(parts: list[str]) -> None:
 def what_it_takes(problem: Problem) -> tuple[Any, ...]:
     """What a compiled kernel depends on."""
     s, plan = problem.scores, hopper._plan(problem)
-    first, _, _, last = problem.bounds(0, problem.q.shape[1])
+    rest = None
+    if problem.packed is None:
+        first, _, _, last = problem.bounds(0, problem.q.shape[1])
+        rest = (last - first) % plan.block_k != 0
     tensors = (None if t is None else t.dtype for t in (problem.q, s.alibi_slopes, s.sinks))
     structure = (side is None for side in twins.sides(problem))
     folded = s.softcap is None and s.alibi_slopes is None and 0 < s.scale * twins.LOG2E <= 1
-    return plan, (last - first) % plan.block_k != 0, *tensors, *structure, s.softcap is None, folded
+    return plan, rest, *tensors, *structure, s.softcap is None, folded
 
 
 def compile_one(job: tuple[Problem, Variant]) -> str:
@@ -469,7 +576,7 @@ def compile_one(job: tuple[Problem, Variant]) -> str:
     target = compiling.cuda_target(90)
     try:
         with varied(variant):
-            (kernel,) = compiling.compile_problem(problem, target, False, "hopper")
+            *_, kernel = compiling.compile_problem(problem, target, False, "hopper")
     except Exception as error:
         return f"NOT COMPILED {hopper.config(problem)}: {error!r:.500}"
     found = compiling.report(kernel, target)
@@ -595,12 +702,22 @@ class Cell(NamedTuple):
     kv_heads: int
     options: dict[str, Any]
     pairs: float  # of query and key that are seen, per head
+    lengths: tuple[int, ...] = ()
 
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        b = 16384 // self.s
-        shapes = ((b, self.s, h, self.d) for h in (self.heads, self.kv_heads, self.kv_heads))
-        q, k, v = (normal(*shape) for shape in shapes)
-        return q, k, v
+    def shapes(self) -> Iterator[tuple[int, ...]]:
+        tokens = (sum(self.lengths),) if self.lengths else (16384 // self.s, self.s)
+        yield from ((*tokens, h, self.d) for h in (self.heads, self.kv_heads, self.kv_heads))
+
+    def arguments(self, device: str) -> dict[str, Any]:
+        q, k, v = (torch.empty(shape, dtype=HALF[0], device=device) for shape in self.shapes())
+        if device == "cuda":
+            q, k, v = (normal(*shape) for shape in self.shapes())
+        packed = {}
+        if self.lengths:
+            cu = cumulative(self.lengths, device=device)
+            packed = {"cu_seqlens_q": cu, "cu_seqlens_k": cu}
+            packed |= dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), max(self.lengths))
+        return {"q": q, "k": k, "v": v, **packed, **self.options}
 
     def fa3_options(self) -> dict[str, Any]:
         left, _ = self.options.get("window_size", (None, None))
@@ -614,7 +731,8 @@ class Cell(NamedTuple):
 
     @property
     def flops(self) -> float:
-        return 4.0 * 16384 / self.s * self.heads * self.pairs * self.d
+        times = 1 if self.lengths else 16384 / self.s
+        return 4.0 * times * self.heads * self.pairs * self.d
 
 
 def variant_cells() -> Iterator[Cell]:
@@ -634,6 +752,11 @@ def variant_cells() -> Iterator[Cell]:
     pairs = 16384 * 1024 - 1024 * 1023 / 2
     window = {"causal": True, "window_size": (1023, None)}
     yield Cell("window 1024", 128, 16384, 16, 16, window, pairs)
+    for flag in (False, True):
+        pairs = sum(n * n for n in PACKED_LENGTHS) / (2 if flag else 1)
+        name = f"packed {'causal' if flag else 'full'}"
+        options = {"causal": True} if flag else {}
+        yield Cell(name, 128, 0, 16, 16, options, pairs, PACKED_LENGTHS)
 
 
 class Variant(NamedTuple):
@@ -714,25 +837,29 @@ def variants() -> None:
     """Other plans than the chosen one, by teraflops a second and ratio to FlashAttention-3."""
     fa3, other = flash_attention_3(), prototypes()
     for cell in variant_cells():
-        q, k, v = cell.tensors()
+        arguments = cell.arguments("cuda")
+        q, k, v = (arguments[name] for name in ("q", "k", "v"))
         calls: dict[str, Callable[[], Tensor]] = {}
         if fa3 is not None:
             options = cell.fa3_options()
+            options |= {name: arguments[name] for name in arguments if "seqlen" in name}
             calls["fa3"] = lambda: fa3.fwd(q, k, v, **options)[0]  # noqa: B023
-        if other is not None and "window_size" not in cell.options:
+        if other is not None and "window_size" not in cell.options and not cell.lengths:
             plan = other.config(cell.d, bool(cell.options), QBUF=2 if cell.s <= 1024 else 1)
             place = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
             given = (q, k, v, cell.d**-0.5, bool(cell.options), plan)
             calls["prototype"] = lambda: other.fwd(*given, out=place)[0]  # noqa: B023
         graphs = {}
-        problem = tilewise.api.problem_of(q, k, v, **cell.options)
+        problem = tilewise.api.problem_of(**arguments)
+        attend_any = tilewise.attention_varlen if cell.lengths else tilewise.attention
+        ours = torch.no_grad()(functools.partial(attend_any, **arguments, backend="hopper"))
         with watched(f"variants of {cell.name}"):
             for name, call in calls.items():
                 graphs[name] = graphed(call)
             for name, variant in variants_of(problem).items():
                 with varied(variant):
                     if hopper._plan(problem).shared_bytes <= hopper._SHARED_BYTES:
-                        graphs[name] = graphed(lambda: attend(q, k, v, **cell.options))  # noqa: B023
+                        graphs[name] = graphed(ours)
         wanted = graphs["chosen"][1]
         times: dict[str, list[float]] = {name: [] for name in graphs}
         for _ in range(3):

@@ -101,14 +101,35 @@ def test_every_reason_at_once():
     assert "compute capability 9.0" in str(error.value)
 
 
-def test_packed_and_paged_are_refused():
+def test_packed_is_served_and_pages_are_not():
     q, k, v = (torch.zeros(10, 2, 64, dtype=BF16) for _ in range(3))
     cu = torch.tensor([0, 4, 10])
-    assert reasons(q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu) == ["packed sequences: not served"]
+    assert not reasons(q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu)
+    (reason,) = reasons(q, k[:0], v[:0], cu_seqlens_q=cu, cu_seqlens_k=cu * 0)
+    assert reason == "no row sees a key"
     pages = torch.zeros(4, 8, 2, 64, dtype=BF16)
     table, used = torch.zeros(1, 2).int(), torch.ones(1).int()
     paged = problem_of(q[None], pages, pages, page_table=table, seqused_k=used)
     assert hopper.unsupported(paged)[1:] == ["pages: not served"]
+
+
+def test_a_clipped_view_begins_and_ends_anywhere():
+    """Its coordinates of row r of a sequence: the address is that of the row, and the end is at the end."""
+    end = 2**30
+    for t in (torch.zeros(700, 4, 64, dtype=BF16), torch.zeros(700, 3, 4, 72, dtype=BF16)[:, 1]):
+        view = hopper._clipped(t, 64, 64)
+        assert view.block_shape == [1, 1, 64, 1, 64]
+        for start, length, row in ((0, 700, 0), (0, 1, 0), (100, 30, 29), (699, 1, 0), (5, 90, 64)):
+            at = [end, start + length, end - length + row, 3, 0]
+            offset = sum(i * step for i, step in zip(at, view.strides, strict=True))
+            assert (
+                2 * offset % 2**64
+                == 2 * t[start + row, 3].storage_offset() - 2 * t.storage_offset()
+            )
+            assert at[2] < view.shape[2] <= at[2] + length - row
+            assert all(i < n for i, n in zip(at, view.shape, strict=True))
+        assert all(step % 8 == 0 and 2 * step < 2**40 for step in view.strides[:-1])
+        assert all(n <= 2**31 for n in view.shape)
 
 
 @pytest.mark.parametrize("version", ["3.6.0", "3.7.1", "3.9.0+git1"])
@@ -159,7 +180,8 @@ def test_sections_hold_all_heads_evenly():
         q, k = (torch.empty(b, s, h, 128, dtype=BF16, device="meta") for h in (hq, hkv))
         problem = problem_of(q, k, k, causal=True)
         walk = hopper._order(problem, hopper._plan(problem)._replace(dynamic=False), 128)[1]
-        assert (walk.tiles, walk.section) == (-(-s // 128) * b * hq, 1)
+        assert (walk.per_head, walk.heads, walk.section) == (-(-s // 128), b * hq, 1)
+        assert hopper._most_tiles(problem, 128) == walk.per_head * walk.heads
         _, walk = hopper._order(problem, hopper._plan(problem), 128)
         sections = -(-walk.heads // walk.section)
         assert walk.heads - (sections - 1) * walk.section > walk.section // 2

@@ -314,7 +314,9 @@ def _order(problem: Problem, plan: _Plan, rows: int) -> tuple[Any, Any]:
         heads, per_head = q.shape[0] * q.shape[2], -(-q.shape[1] // rows)
         section = _section(heads, problem.groups, (last - first) * bytes_per_key)
         offset = problem.band.offset(q.shape[1], k.shape[1]) - first
-        return spec, Walk(per_head, heads, section if plan.dynamic else 1, offset, None, None, drawn)
+        return spec, Walk(
+            per_head, heads, section if plan.dynamic else 1, offset, None, None, drawn
+        )
     heads, count = q.shape[1], spec.packed.count
     section = _section(heads, problem.groups, k.shape[0] * bytes_per_key)
     schedule = _schedule(q, spec, rows)

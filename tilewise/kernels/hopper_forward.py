@@ -159,9 +159,20 @@ def _produce(views, shared, spec, walk, tile):
 def _order(work, spec):
     """What consumers are told of the work, in numbers."""
     at = work.at
-    order = (work.blocks, work.first, at.tile_start, work.head, at.number)
-    if spec.packed is not None:
-        order = order + (at.start_q, at.sq, at.sk, at.offset)
+    if spec.packed is None:
+        order = (work.blocks, work.first, at.tile_start, work.head, at.number)
+    else:
+        order = (
+            work.blocks,
+            work.first,
+            at.tile_start,
+            work.head,
+            at.number,
+            at.start_q,
+            at.sq,
+            at.sk,
+            at.offset,
+        )
     return order
 
 

@@ -7,9 +7,7 @@ from tilewise.kernels.score import span
 
 
 @triton.jit
-def schedule_kernel(
-    schedule, packed, total_q, total_k, ROWS: tl.constexpr, BLOCK: tl.constexpr
-):
+def schedule_kernel(schedule, packed, total_q, total_k, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Sequences by falling number of keys, which is what a tile takes; after them what belongs to none.
 
     schedule: int32, count + 2 first tiles of so many rows, the last of them their number, then the numbers
