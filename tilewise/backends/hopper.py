@@ -31,8 +31,8 @@ LARGEST_HEAD_DIM = 256
 _ALIGNMENT = 16
 _VERSIONS = ((3, 6), (3, 9))
 _GROUP_ROWS = 64
-# Shared memory of a block, and what of it barriers may take.
-_SHARED_BYTES, _BARRIERS = 227 * 1024, 512
+# Shared memory of a block, and what of it barriers and numbers may take.
+_SHARED_BYTES, _BARRIERS = 227 * 1024, 640
 # By the number of consumers: registers of a thread at the start, which fill the multiprocessor, and those
 # that a consumer's has once the producer's gave most of theirs away.
 _REGISTERS = {2: (168, 240), 3: (128, 160)}
