@@ -37,6 +37,7 @@ def reasons(q, k, v, **options):
         {},
         {"causal": True, "align": "top-left"},
         {"window_size": (5, 2)},
+        {"key_range": (torch.zeros(2, 1).int(), torch.ones(2, 1).int())},
         {"alibi_slopes": torch.ones(2, 4), "softcap": 3.0, "sinks": torch.ones(4), "scale": -2.0},
     ],
 )
@@ -60,7 +61,6 @@ def test_serves_strides_as_they_are():
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"key_range": (torch.zeros(2, 1).int(), torch.ones(2, 1).int())}, "key_range: not served"),
         ({"mask": torch.ones(200, 300).bool()}, "mask: not served"),
         ({"bias": torch.ones(200, 300)}, "bias: not served"),
         ({"dropout_p": 0.5, "dropout_seed": 1}, "dropout: not served"),
@@ -105,12 +105,33 @@ def test_packed_is_served_and_pages_are_not():
     q, k, v = (torch.zeros(10, 2, 64, dtype=BF16) for _ in range(3))
     cu = torch.tensor([0, 4, 10])
     assert not reasons(q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu)
+    ranges = (torch.zeros(10).int(), torch.ones(10).int())
+    (reason,) = reasons(q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu, key_range=ranges)
+    assert reason == "key_range of packed sequences: not served"
     (reason,) = reasons(q, k[:0], v[:0], cu_seqlens_q=cu, cu_seqlens_k=cu * 0)
     assert reason == "no row sees a key"
     pages = torch.zeros(4, 8, 2, 64, dtype=BF16)
     table, used = torch.zeros(1, 2).int(), torch.ones(1).int()
     paged = problem_of(q[None], pages, pages, page_table=table, seqused_k=used)
     assert hopper.unsupported(paged)[1:] == ["pages: not served"]
+
+
+def test_values_that_no_row_sees_are_zeros():
+    q, k, v = (torch.ones(2, n, 2, 8) for n in (5, 9, 9))
+    start = torch.tensor([[0, 0, 7, 3, 8], [4, 4, 4, 9, 20]])
+    end = torch.tensor([[2, 1, 9, 3, 8], [6, 5, 3, 99, 30]])
+    v[:, 4] = float("nan")
+    problem = problem_of(q, k, v, key_range=(start, end))
+    kept = hopper._seen_values(problem)
+    lo, hi = problem.interval(0, 5)
+    keys = torch.arange(9)[:, None]
+    seen = ((lo[:, None] <= keys) & (keys < hi[:, None])).any(-1)
+    assert seen.sum(1).tolist() == [4, 2]
+    assert (kept[~seen] == 0).all()
+    assert torch.equal(kept[seen].isnan(), v[seen].isnan())
+    assert (kept[seen].nan_to_num(1) == 1).all()
+    problem = problem_of(q, k, v, key_range=(start[:1, :1], end[:1, :1]), causal=True)
+    assert hopper._seen_values(problem)[:, :, 0, 0].tolist() == [[1.0, 1.0] + 7 * [0.0]] * 2
 
 
 def test_a_clipped_view_begins_and_ends_anywhere():

@@ -29,7 +29,8 @@ def walk_kernel(
     if number >= per_head * walk.heads:
         return
     out += number * (8 + 4 * GROUPS)
-    work = work_of(number, per_head, walk, spec, GROUP_ROWS * GROUPS, BLOCK_K)
+    within = tl.arange(0, GROUP_ROWS * GROUPS)
+    work = work_of(number, per_head, within, walk, spec, GROUP_ROWS * GROUPS, BLOCK_K)
     tl.store(out, work.at.number)
     tl.store(out + 1, work.head)
     tl.store(out + 2, work.kv_head)
@@ -39,7 +40,9 @@ def walk_kernel(
     tl.store(out + 6, work.at.start_q)
     tl.store(out + 7, work.at.start_k)
     for group in tl.static_range(GROUPS):
-        blocks = blocks_of(work.at.tile_start + group * GROUP_ROWS, work, spec, GROUP_ROWS, BLOCK_K)
+        i0 = work.at.tile_start + group * GROUP_ROWS
+        rows = i0 + tl.arange(0, GROUP_ROWS)
+        blocks = blocks_of(rows, i0, work, spec, GROUP_ROWS, BLOCK_K)
         tl.store(out + 8 + 4 * group, blocks.full_first)
         tl.store(out + 9 + 4 * group, blocks.full_last)
         tl.store(out + 10 + 4 * group, blocks.last)
@@ -62,7 +65,7 @@ def walked(problem: Problem, section: int) -> list[list[int]]:
 def check(b: int, sq: int, sk: int, hq: int, hkv: int, section: int, **options: object) -> None:
     q, k = torch.empty(b, sq, hq, 8), torch.empty(b, sk, hkv, 8)
     problem = problem_of(q, k, k, **options)
-    first, _, _, last = problem.bounds(0, sq)
+    first, last = hopper._seen_keys(problem)
     if first >= last:
         return
     tiles = walked(problem, section)
@@ -77,8 +80,8 @@ def check_tile(problem: Problem, tile: list[int], first: int, last: int) -> None
     """Of a dense problem's tile, whose keys are counted from `first` and end at `last`: is every key that
     is seen in a block, and is all of a block seen that is not masked."""
     sq = problem.q.shape[1]
-    _, head, kv_head, start, first_key, blocks, _, _, *edges = tile
-    lo, hi = (t[0] - first for t in problem.interval(0, sq))
+    batch, head, kv_head, start, first_key, blocks, _, _, *edges = tile
+    lo, hi = (t[batch if t.shape[0] > 1 else 0] - first for t in problem.interval(0, sq))
     keys = torch.arange(last - first)
     assert kv_head == head // problem.groups
     for group in range(GROUPS):
@@ -127,6 +130,7 @@ def check_packed(lengths_q, lengths_k, past: int, hq: int, section: int, **optio
 
 def main() -> None:
     choice = random.Random(0)
+    torch.manual_seed(0)
     sides = (None, 0, 1, 7, 20, 200)
     for sq, sk in ((1, 1), (1, 50), (17, 17), (40, 75), (75, 40), (33, 33), (64, 130)):
         for align, left, right in itertools.product(("bottom-right", "top-left"), sides, sides):
@@ -134,6 +138,16 @@ def main() -> None:
                 check(1, sq, sk, 1, 1, 1, align=align, window_size=(left, right))
     for b, hq, hkv, section in ((3, 4, 2, 1), (2, 6, 3, 5), (1, 5, 1, 2), (2, 4, 4, 100)):
         check(b, 40, 40, hq, hkv, section, causal=True)
+    for b, sq, sk in ((1, 33, 90), (2, 70, 70), (3, 1, 50)):
+        for rows, longest, options in (
+            (sq, 12, {}),
+            (sq, sk, {"causal": True}),
+            (1, sk, {"window_size": (9, None)}),
+            (sq, 1, {}),
+        ):
+            start = torch.randint(-5, sk, (b, rows))
+            key_range = (start, start + torch.randint(-2, longest, (b, rows)))
+            check(b, sq, sk, 2, 1, 2, key_range=key_range, **options)
     for lengths_q, lengths_k, past in (
         ((5,), (5,), 0),
         ((40, 1, 0, 100, 17), (40, 1, 0, 100, 17), 3),

@@ -54,7 +54,7 @@ def unsupported(problem: Problem) -> list[str]:
         reasons.append(f"the dtype must be bfloat16 or float16, got {_name(q.dtype)}")
     given = {
         "pages": problem.paged,
-        "key_range": problem.key_range,
+        "key_range of packed sequences": problem.packed and problem.key_range,
         "mask": s.mask,
         "bias": s.bias,
         "dropout": problem.dropout,
@@ -79,8 +79,8 @@ def unsupported(problem: Problem) -> list[str]:
 
 def _some_key_seen(problem: Problem) -> bool:
     """As far as it is known on the host."""
-    if problem.packed is not None or problem.key_range is not None:
-        return problem.k.shape[-3] > 0
+    if problem.packed is not None:
+        return problem.k.shape[0] > 0
     first, last = _seen_keys(problem)
     return first < last
 
@@ -208,7 +208,8 @@ def _plan(problem: Problem) -> _Plan:
     chosen = config_for(_device_name(problem.q.device), key)
     groups, stages = chosen.block_q // _GROUP_ROWS, chosen.num_stages
     fenced = max(block_d, block_dv) == 64
-    dynamic = banded or problem.packed is not None
+    # Whose tiles are not all equally long.
+    dynamic = banded or problem.packed is not None or problem.key_range is not None
     plan = _Plan(groups, chosen.block_k, block_d, block_dv, stages, 2, dynamic, fenced)
     # Short tiles wait for their queries often enough to load those of the next one ahead.
     if length == "long" or plan.shared_bytes > _SHARED_BYTES:
@@ -228,6 +229,8 @@ def forward(problem: Problem) -> Result:
     if problem.packed is None:
         first, last = _seen_keys(problem)
         k, v = k[:, first:last], v[:, first:last]
+        if problem.key_range is not None:
+            v = _seen_values(problem)
         ragged = (last - first) % plan.block_k != 0
     view, rank = (_view, kernels.WHOLE) if problem.packed is None else (_clipped, kernels.CLIPPED)
     views = (
@@ -250,9 +253,24 @@ def forward(problem: Problem) -> Result:
 
 
 def _seen_keys(problem: Problem) -> tuple[int, int]:
-    """Keys first … last − 1 are all that rows see, and each is seen: the others are left out."""
+    """Keys first … last − 1 are all that rows see, and each is seen: the others are left out. What a
+    key_range hides is not known on the host."""
+    if problem.key_range is not None:
+        return 0, problem.k.shape[1]
     first, _, _, last = problem.bounds(0, problem.q.shape[1])
     return first, last
+
+
+def _seen_values(problem: Problem) -> Tensor:
+    """v with 0 where no row sees it: between the keys that a tile sees may be such, and 0 · NaN is NaN."""
+    v = problem.v
+    lo, hi = problem.interval(0, problem.q.shape[1])
+    lo, hi = (end.expand(v.shape[0], -1).clamp(0, v.shape[1]) for end in (lo, hi))
+    rows = (lo < hi).int()
+    # How many intervals begin at a key, less those that end.
+    change = rows.new_zeros(v.shape[0], v.shape[1] + 1)
+    change = change.scatter_add(1, lo, rows).scatter_add(1, hi, -rows)
+    return torch.where(change.cumsum(1)[:, :-1, None, None] > 0, v, 0)
 
 
 def _view(t: Tensor, rows: int, columns: int) -> Any:

@@ -123,8 +123,10 @@ def _produce(views, shared, spec, walk, tile):
     turn = 0
     number = gl.program_id(0)
     per_head = tiles_per_head(walk, spec)
+    # As many as a power of two that holds them.
+    within = gl.arange(0, 128 if tile.GROUPS == 2 else 256, gl.BlockedLayout([1], [32], [4], [0]))
     while number < per_head * walk.heads:
-        work = work_of(number, per_head, walk, spec, ROWS, tile.BLOCK_K)
+        work = work_of(number, per_head, within, walk, spec, ROWS, tile.BLOCK_K)
         keys = _keys(work.at)
         j = work.first + (work.blocks - 1) * tile.BLOCK_K
         wait_empty(shared.k, count)
@@ -216,7 +218,7 @@ def _consume(views, shared, lse, spec, walk, tile, GROUP: gl.constexpr):
         at = work.at
         i0 = at.tile_start + GROUP * GROUP_ROWS
         rows = interval(i0 + gl.arange(0, GROUP_ROWS, ROW), at, spec)
-        blocks = blocks_of(i0, work, spec, GROUP_ROWS, tile.BLOCK_K)
+        blocks = blocks_of(rows.number, i0, work, spec, GROUP_ROWS, tile.BLOCK_K)
         if RIGHT:
             for _ in range(blocks.last + 1, work.blocks):
                 _skip(shared, count, GROUP, tile)

@@ -60,8 +60,8 @@ def tiles_per_head(walk, spec):
 
 
 @triton.jit
-def work_of(number, per_head, walk, spec, ROWS: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Tile `number` of a walk, of ROWS rows."""
+def work_of(number, per_head, within, walk, spec, ROWS: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Tile `number` of a walk, of ROWS rows. `within`: where there is a key_range, 0 … ROWS − 1 or more."""
     sizes = spec.sizes
     in_section = walk.section * per_head
     first_head = number // in_section * walk.section
@@ -77,7 +77,10 @@ def work_of(number, per_head, walk, spec, ROWS: tl.constexpr, BLOCK_K: tl.conste
     else:
         at = _packed_place(tile, walk, spec, ROWS)
         start = at.tile_start
-    edges = bounds(start, tl.minimum(start + ROWS, at.sq), None, at, spec)
+    rows = None
+    if spec.key_start is not None:
+        rows = start + within
+    edges = bounds(start, tl.minimum(start + ROWS, at.sq), rows, at, spec)
     # A tile that sees nothing gets a block past the end, which reads as zeros.
     seen = edges.first < edges.last
     first = tl.where(seen, edges.first, at.sk)
@@ -112,18 +115,18 @@ def _packed_place(tile, walk, spec, ROWS: tl.constexpr):
 
 
 @triton.jit
-def blocks_of(i0, work, spec, ROWS: tl.constexpr, BLOCK_K: tl.constexpr):
-    """The blocks that ROWS rows of a tile see, from row i0 on; one at least."""
+def blocks_of(rows, i0, work, spec, ROWS: tl.constexpr, BLOCK_K: tl.constexpr):
+    """The blocks that ROWS rows of a tile see, from row i0 on, which are `rows`; one at least."""
     at = work.at
-    edges = bounds(i0, tl.minimum(i0 + ROWS, at.sq), None, at, spec)
+    edges = bounds(i0, tl.minimum(i0 + ROWS, at.sq), rows, at, spec)
     last = work.blocks - 1
     full_first = 0
     full_last = last
-    if spec.band.right is not None:
+    if (spec.band.right is not None) or (spec.key_start is not None):
         last = tl.minimum(last, (edges.last - work.first + BLOCK_K - 1) // BLOCK_K - 1)
         last = tl.maximum(last, 0)
         full_last = tl.maximum(tl.minimum((edges.full_last - work.first) // BLOCK_K, last), 0)
-    if spec.band.left is not None:
+    if (spec.band.left is not None) or (spec.key_start is not None):
         full_first = (edges.full_first - work.first + BLOCK_K - 1) // BLOCK_K
         full_first = tl.minimum(tl.maximum(full_first, 0), full_last)
     width = edges.last - work.first - last * BLOCK_K
