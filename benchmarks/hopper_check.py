@@ -6,7 +6,12 @@ Every part runs in a process of its own, so that one that fails or hangs does no
 case that takes longer than a minute ends its part. `compile` fills Triton's cache by all processors and
 needs no GPU. FlashAttention-3 is timed where the folder peers-fa3 holds it (fa3.so.xz, libcudart.so.12).
 The whole log goes to hopper_check.log in the folder (default: $OUT or the current one), rows of speed to
-hopper_speed.json; a summary is printed at the end.
+hopper_speed.json; a summary is printed at the end. `variants` times other plans than the chosen ones.
+
+`sanitize` has one small case of each kind of kernel, to be run by itself:
+
+    compute-sanitizer --tool racecheck --kernel-name kns=forward_kernel --kernel-name kns=schedule_kernel \\
+        python benchmarks/hopper_check.py --inside sanitize
 """
 
 from __future__ import annotations
@@ -47,7 +52,7 @@ from tilewise.spec import Problem
 from tilewise.testing import CASES, Call, Case, Maker, make_call
 
 CHECKS = ("plain", "features", "shapes", "packed", "probes", "odd")
-PARTS = ("compile", *CHECKS, "speed", "variants", "launch")
+PARTS = ("compile", *CHECKS, "sanitize", "speed", "variants", "launch")
 HALF = (torch.bfloat16, torch.float16)
 PATIENCE = 60.0
 # Few long sequences and many short ones, as in tilewise bench.
@@ -80,6 +85,31 @@ def causal(make: Maker) -> dict[str, Any]:
     return {"causal": True}
 
 
+def documents(make: Maker) -> dict[str, Any]:
+    """Rows that see the keys of their own document, of 150 keys."""
+    start = torch.arange(make.case.sq, device=make.device) // 150 * 150
+    return {"key_range": (start[None], start[None] + 150)}
+
+
+def any_ranges(make: Maker) -> dict[str, Any]:
+    c = make.case
+    start = make.integers(-100, c.sk, c.batch, c.sq)
+    return {"key_range": (start, start + make.integers(-50, c.sk, c.batch, c.sq))}
+
+
+def sanitized_cases() -> Iterator[Case]:
+    """One small case of each kind of kernel, for compute-sanitizer."""
+    small = {"batch": 1, "heads": 2, "kv_heads": 1, "sq": 300}
+    yield dense("causal", causal, **small)
+    yield dense("three consumers", None, **{**small, "sq": 1100}, head_dim=64)
+    yield dense("window, D256", lambda make: {"window_size": (70, 20)}, **small, head_dim=256)
+    yield dense("ranges", any_ranges, **small)
+    yield dense("D96, sinks and all", features()["all"], **small, head_dim=96)
+    lengths = ((100, 100), (0, 7), (3, 0), (130, 257))
+    for name, options in (("packed", None), ("packed, causal", causal)):
+        yield dense(name, options, **small, layout="packed", lengths=lengths)
+
+
 def plain_cases() -> Iterator[Case]:
     for d in (128, 64, 256):
         for options, mask in ((None, "full"), (causal, "causal")):
@@ -97,8 +127,8 @@ def plain_cases() -> Iterator[Case]:
     yield from (case for case in CASES if case.layout == "dense")
 
 
-def feature_cases() -> Iterator[Case]:
-    features: dict[str, Any] = {
+def features() -> dict[str, Callable[[Maker], dict[str, Any]]]:
+    return {
         "window 100, 20": lambda make: {"window_size": (100, 20)},
         "window 300, causal": lambda make: {"window_size": (300, None), "causal": True},
         "window 0, 0": lambda make: {"window_size": (0, 0)},
@@ -112,17 +142,24 @@ def feature_cases() -> Iterator[Case]:
         "sinks": lambda make: {"sinks": make.normal(make.case.heads), "causal": True},
         "scale 3": lambda make: {"scale": 3.0},
         "scale -0.2": lambda make: {"scale": -0.2, "causal": True},
+        "documents": documents,
+        "documents, causal": lambda make: {**documents(make), "causal": True},
+        "any ranges": any_ranges,
         "all": lambda make: {
             "causal": True,
             "window_size": (190, None),
+            "key_range": any_ranges(make)["key_range"],
             "alibi_slopes": make.normal(make.case.heads).abs(),
             "softcap": 4.0,
             "sinks": make.normal(make.case.heads),
             "scale": 0.3,
         },
     }
+
+
+def feature_cases() -> Iterator[Case]:
     for d in (128, 64, 256):
-        for name, options in features.items():
+        for name, options in features().items():
             yield dense(f"{name}, D{d}", options, head_dim=d, sq=777, sk=1033)
 
 
@@ -187,6 +224,7 @@ def packed_cases() -> Iterator[Case]:
 
 CASES_OF: dict[str, Callable[[], Iterator[Case]]] = {
     "packed": packed_cases,
+    "sanitize": sanitized_cases,
     "plain": plain_cases,
     "features": feature_cases,
     "shapes": shape_cases,
@@ -324,6 +362,7 @@ def odd_checks() -> Iterator[Check]:
     yield Check("chosen without being asked for", chosen)
     yield Check("strides of (B, H, S, D) and of slices", strided)
     yield Check("NaN in keys that no row sees", hidden_nan)
+    yield Check("NaN in keys that a key_range hides", hidden_by_ranges)
     yield Check("packed like one by one, beside NaN", packed_beside_nan)
     yield Check("packed, strides of one tensor", packed_strides)
     yield Check("packed, replayed with other lengths", packed_replayed)
@@ -381,6 +420,20 @@ def hidden_nan() -> str:
             t.fill_(float("nan"))
             t[:, seen] = kept
         wrong.append(same(attend(q, k, v, **options), clean))
+    return "; ".join(filter(None, wrong))
+
+
+def hidden_by_ranges() -> str:
+    """Between documents that are seen lie others, of NaN."""
+    wrong = []
+    start = torch.arange(600, device="cuda") // 40 * 80
+    ranges = (start[None], start[None] + 40)
+    for options in ({}, {"causal": True}):
+        q, k, v = normal(2, 600, 4, 128), normal(2, 1200, 4, 128), normal(2, 1200, 4, 128)
+        clean = attend(q, k, v, key_range=ranges, **options)
+        for t in (k, v):
+            t.view(2, 15, 80, 4, 128)[:, :, 40:] = float("nan")
+        wrong.append(same(attend(q, k, v, key_range=ranges, **options), clean))
     return "; ".join(filter(None, wrong))
 
 
@@ -561,10 +614,11 @@ def what_it_takes(problem: Problem) -> tuple[Any, ...]:
     s, plan = problem.scores, hopper._plan(problem)
     rest = None
     if problem.packed is None:
-        first, _, _, last = problem.bounds(0, problem.q.shape[1])
+        first, last = hopper._seen_keys(problem)
         rest = (last - first) % plan.block_k != 0
     tensors = (None if t is None else t.dtype for t in (problem.q, s.alibi_slopes, s.sinks))
-    structure = (side is None for side in twins.sides(problem))
+    ends = (*twins.sides(problem), problem.key_range)
+    structure = (end is None for end in ends)
     folded = s.softcap is None and s.alibi_slopes is None and 0 < s.scale * twins.LOG2E <= 1
     return plan, rest, *tensors, *structure, s.softcap is None, folded
 
@@ -900,14 +954,14 @@ def log(text: str) -> None:
 
 
 @contextmanager
-def watched(name: str) -> Iterator[None]:
+def watched(name: str, patience: float = PATIENCE) -> Iterator[None]:
     """Ends the process when the block takes too long: a kernel that hangs cannot be interrupted."""
 
     def give_up() -> None:
         log(f"HUNG {name}")
         os._exit(3)
 
-    timer = threading.Timer(PATIENCE, give_up)
+    timer = threading.Timer(patience, give_up)
     timer.start()
     try:
         yield
@@ -922,7 +976,7 @@ def check(part: str) -> None:
         log(f"{part}: {item.name} …")
         count += 1
         try:
-            with watched(item.name):
+            with watched(item.name, 20 * PATIENCE if part == "sanitize" else PATIENCE):
                 found = item.run()
                 torch.cuda.synchronize()
         except Exception as error:
