@@ -138,7 +138,7 @@ def test_a_clipped_view_begins_and_ends_anywhere():
     """Its coordinates of row r of a sequence: the address is that of the row, and the end is at the end."""
     end = 2**30
     for t in (torch.zeros(700, 4, 64, dtype=BF16), torch.zeros(700, 3, 4, 72, dtype=BF16)[:, 1]):
-        view = hopper._clipped(t, 64, 64)
+        view = hopper._clipped(t, 64, 1, 64)
         assert view.block_shape == [1, 1, 64, 1, 64]
         for start, length, row in ((0, 700, 0), (0, 1, 0), (100, 30, 29), (699, 1, 0), (5, 90, 64)):
             at = [end, start + length, end - length + row, 3, 0]
@@ -194,16 +194,34 @@ def test_every_plan_fits(d, dv):
         assert plan.shared_bytes <= hopper._SHARED_BYTES
         assert plan.groups in hopper._REGISTERS
         assert hopper.config(problem)["rows"] == 64 * plan.groups
+        assert hopper.config(problem)["heads"] == plan.heads == 1
+
+
+def test_heads_share_tiles_where_there_are_few_rows():
+    def heads(b, sq, hq, hkv, **options):
+        q, k = (
+            torch.empty(b, n, h, 128, dtype=BF16, device="meta") for n, h in ((sq, hq), (5000, hkv))
+        )
+        plan = hopper._plan(problem_of(q, k, k, **options))
+        assert plan.rows * plan.heads == 64 * plan.groups
+        return plan.heads
+
+    assert heads(16, 1, 32, 8) == 4
+    assert heads(16, 60, 32, 8, causal=True) == 4
+    assert heads(16, 1, 64, 1) == 64
+    assert heads(16, 1, 24, 8) == heads(16, 1, 128, 1) == 1, "64 rows are not of so many heads"
+    assert heads(16, 100, 32, 8) == heads(16, 1, 32, 32) == 1
+    assert heads(4, 1, 32, 8) == 1, "all are worked on at once, as they are"
 
 
 def test_sections_hold_all_heads_evenly():
     for b, hq, hkv, s in ((1, 1, 1, 100), (4, 16, 16, 4096), (2, 48, 8, 32768), (300, 8, 1, 512)):
         q, k = (torch.empty(b, s, h, 128, dtype=BF16, device="meta") for h in (hq, hkv))
         problem = problem_of(q, k, k, causal=True)
-        walk = hopper._order(problem, hopper._plan(problem)._replace(dynamic=False), 128)[1]
+        walk = hopper._order(problem, hopper._plan(problem)._replace(dynamic=False))[1]
         assert (walk.per_head, walk.heads, walk.section) == (-(-s // 128), b * hq, 1)
-        assert hopper._most_tiles(problem, 128) == walk.per_head * walk.heads
-        _, walk = hopper._order(problem, hopper._plan(problem), 128)
+        assert hopper._most_tiles(problem, hopper._plan(problem)) == walk.per_head * walk.heads
+        _, walk = hopper._order(problem, hopper._plan(problem))
         sections = -(-walk.heads // walk.section)
         assert walk.heads - (sections - 1) * walk.section > walk.section // 2
         kv_bytes = s * 2 * 128 * 2
@@ -213,14 +231,15 @@ def test_sections_hold_all_heads_evenly():
 
 def test_a_tensor_that_starts_anywhere_is_moved():
     t = torch.randn(2 * 30 * 4 * 64 + 3).bfloat16()[3:].view(2, 30, 4, 64)
-    view = hopper._view(t, 64, 64)
+    view = hopper._view(t, 64, 1, 64)
     assert view.base.data_ptr() % 16 == 0
     assert torch.equal(view.base, t)
     assert (view.shape, view.strides) == ([2, 30, 4, 64], [30 * 4 * 64, 4 * 64, 64, 1])
     same = torch.zeros(1, 30, 4, 64, dtype=BF16)
-    assert hopper._view(same, 64, 64).base is same
+    assert hopper._view(same, 64, 1, 64).base is same
     assert (
-        hopper._view(same.as_strided((1, 30, 4, 64), (3, 256, 64, 1)), 64, 64).strides[0] % 8 == 0
+        hopper._view(same.as_strided((1, 30, 4, 64), (3, 256, 64, 1)), 64, 1, 64).strides[0] % 8
+        == 0
     )
 
 
@@ -249,12 +268,13 @@ PACKED = {"cu_seqlens_q": CU, "cu_seqlens_k": CU}
             168,
             0,
         ),
+        ({"sq": 20, "hq": 64, "hkv": 8}, {"causal": True, "sinks": torch.ones(64)}, 168, 16),
         ({"sq": 300}, {"causal": True, "sinks": torch.ones(4), **PACKED}, 168, 16),
     ],
 )
 def test_compiles(shape, options, registers, spilled):
     """Without notes on matrix products that run one by one (C75xx), or more spills than were found good."""
-    q, k, v = tensors(**shape, b=1)
+    q, k, v = tensors(**{"b": 4, **shape})
     if "cu_seqlens_q" in options:
         q, k, v = q[0], k[0], v[0]
     problem = problem_of(q, k, v, **options)

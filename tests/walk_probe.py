@@ -15,13 +15,21 @@ from tilewise.backends import hopper
 from tilewise.kernels.hopper_walk import blocks_of, tiles_per_head, work_of
 from tilewise.spec import Problem, sequences
 
-GROUP_ROWS, GROUPS, BLOCK_K = 8, 2, 16
+# Fewer rows than any kernel has, for the interpreter's sake.
+hopper._GROUP_ROWS = GROUP_ROWS = 8
+GROUPS, BLOCK_K = 2, 16
 FIELDS = 8 + 4 * GROUPS
 
 
 @triton.jit
 def walk_kernel(
-    out, spec, walk, GROUP_ROWS: tl.constexpr, GROUPS: tl.constexpr, BLOCK_K: tl.constexpr
+    out,
+    spec,
+    walk,
+    GROUP_ROWS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    HEADS: tl.constexpr,
 ):
     """out: (tiles or more, FIELDS)."""
     number = tl.program_id(0)
@@ -30,7 +38,7 @@ def walk_kernel(
         return
     out += number * (8 + 4 * GROUPS)
     within = tl.arange(0, GROUP_ROWS * GROUPS)
-    work = work_of(number, per_head, within, walk, spec, GROUP_ROWS * GROUPS, BLOCK_K)
+    work = work_of(number, per_head, within, walk, spec, GROUP_ROWS * GROUPS, BLOCK_K, HEADS)
     tl.store(out, work.at.number)
     tl.store(out + 1, work.head)
     tl.store(out + 2, work.kv_head)
@@ -49,34 +57,37 @@ def walk_kernel(
         tl.store(out + 11 + 4 * group, blocks.width)
 
 
-def walked(problem: Problem, section: int) -> list[list[int]]:
+def walked(problem: Problem, section: int, heads: int = 1) -> list[list[int]]:
     """The fields of the tiles of a problem, in the order of the walk."""
-    plan = hopper._Plan(GROUPS, BLOCK_K, 64, 64, 2, 1, False)
-    rows = GROUPS * GROUP_ROWS
-    spec, walk = hopper._order(problem, plan, rows)
+    plan = hopper._Plan(GROUPS, BLOCK_K, 64, 64, 2, 1, False, heads=heads)
+    spec, walk = hopper._order(problem, plan)
     walk = walk._replace(section=min(section, walk.heads), drawn=None)
-    most = hopper._most_tiles(problem, rows)
+    most = hopper._most_tiles(problem, plan)
     got = torch.full((most, FIELDS), -1, dtype=torch.int32)
-    walk_kernel[(most,)](got, spec, walk, GROUP_ROWS, GROUPS, BLOCK_K)
+    walk_kernel[(most,)](got, spec, walk, GROUP_ROWS // heads, GROUPS, BLOCK_K, heads)
     tiles: list[list[int]] = got.tolist()
     return [tile for tile in tiles if tile[0] >= 0]
 
 
-def check(b: int, sq: int, sk: int, hq: int, hkv: int, section: int, **options: object) -> None:
+def check(
+    b: int, sq: int, sk: int, hq: int, hkv: int, section: int, heads: int = 1, **options: object
+) -> None:
     q, k = torch.empty(b, sq, hq, 8), torch.empty(b, sk, hkv, 8)
     problem = problem_of(q, k, k, **options)
     first, last = hopper._seen_keys(problem)
     if first >= last:
         return
-    tiles = walked(problem, section)
-    starts = range(0, sq, GROUPS * GROUP_ROWS)
-    everywhere = set(itertools.product(range(b), range(hq), starts))
+    tiles = walked(problem, section, heads)
+    starts = range(0, sq, GROUPS * GROUP_ROWS // heads)
+    everywhere = set(itertools.product(range(b), range(0, hq, heads), starts))
     assert sorted((x[0], x[1], x[3]) for x in tiles) == sorted(everywhere), "each tile once"
     for tile in tiles:
-        check_tile(problem, tile, first, last)
+        check_tile(problem, tile, first, last, GROUP_ROWS // heads)
 
 
-def check_tile(problem: Problem, tile: list[int], first: int, last: int) -> None:
+def check_tile(
+    problem: Problem, tile: list[int], first: int, last: int, group_rows: int = GROUP_ROWS
+) -> None:
     """Of a dense problem's tile, whose keys are counted from `first` and end at `last`: is every key that
     is seen in a block, and is all of a block seen that is not masked."""
     sq = problem.q.shape[1]
@@ -85,7 +96,7 @@ def check_tile(problem: Problem, tile: list[int], first: int, last: int) -> None
     keys = torch.arange(last - first)
     assert kv_head == head // problem.groups
     for group in range(GROUPS):
-        rows = slice(start + group * GROUP_ROWS, min(sq, start + (group + 1) * GROUP_ROWS))
+        rows = slice(start + group * group_rows, min(sq, start + (group + 1) * group_rows))
         full_first, full_last, end, width = edges[4 * group : 4 * group + 4]
         assert 0 <= full_first <= full_last <= end < blocks
         seen = (keys >= lo[rows, None]) & (keys < hi[rows, None])
@@ -138,6 +149,9 @@ def main() -> None:
                 check(1, sq, sk, 1, 1, 1, align=align, window_size=(left, right))
     for b, hq, hkv, section in ((3, 4, 2, 1), (2, 6, 3, 5), (1, 5, 1, 2), (2, 4, 4, 100)):
         check(b, 40, 40, hq, hkv, section, causal=True)
+    for b, hq, hkv, heads in ((2, 4, 2, 2), (1, 8, 2, 4), (3, 8, 1, 8), (1, 16, 1, 8)):
+        check(b, 13, 40, hq, hkv, 2, heads, causal=True)
+        check(b, 13, 40, hq, hkv, 2, heads, window_size=(5, 3), align="top-left")
     for b, sq, sk in ((1, 33, 90), (2, 70, 70), (3, 1, 50)):
         for rows, longest, options in (
             (sq, 12, {}),

@@ -161,7 +161,7 @@ def _name(dtype: torch.dtype) -> str:
 class _Plan(NamedTuple):
     """Tiles of a program: `groups` consumers of 64 rows; blocks of keys in `stages`, tiles of q in
     `q_stages`; the columns that hold D and Dv. `dynamic`: programs draw tiles, which differ in length.
-    `fenced`: see `compute_before` of the kernels."""
+    `fenced`: see `compute_before` of the kernels. `heads` of one key head share a tile of few rows each."""
 
     groups: int
     block_k: int
@@ -171,6 +171,12 @@ class _Plan(NamedTuple):
     q_stages: int
     dynamic: bool
     fenced: bool = False
+    heads: int = 1
+
+    @property
+    def rows(self) -> int:
+        """Of one head in a tile."""
+        return self.groups * _GROUP_ROWS // self.heads
 
     @property
     def shared_bytes(self) -> int:
@@ -183,7 +189,8 @@ class _Plan(NamedTuple):
 def config(problem: Problem) -> dict[str, Any]:
     plan = _plan(problem)
     return {
-        "rows": plan.groups * _GROUP_ROWS,
+        "rows": plan.rows,
+        "heads": plan.heads,
         "keys": plan.block_k,
         "stages": plan.stages,
         "q_stages": plan.q_stages,
@@ -214,7 +221,23 @@ def _plan(problem: Problem) -> _Plan:
     # Short tiles wait for their queries often enough to load those of the next one ahead.
     if length == "long" or plan.shared_bytes > _SHARED_BYTES:
         plan = plan._replace(q_stages=1)
-    return plan
+    return plan._replace(heads=_sharing_heads(problem, plan))
+
+
+def _sharing_heads(problem: Problem, plan: _Plan) -> int:
+    """Query heads of one key head that share tiles: all, if their rows do not fill one and all heads' tiles
+    are more than the multiprocessors take at once."""
+    groups, together = problem.groups, plan._replace(heads=problem.groups)
+    if (
+        problem.packed is not None
+        or problem.scores.alibi_slopes is not None
+        or _GROUP_ROWS % groups
+        or problem.q.shape[1] >= plan.rows
+    ):
+        return 1
+    multiprocessors = _multiprocessors(problem.q.device)
+    rounds = [-(-_most_tiles(problem, p) // multiprocessors) for p in (plan, together)]
+    return groups if rounds[1] < rounds[0] else 1
 
 
 def forward(problem: Problem) -> Result:
@@ -232,20 +255,20 @@ def forward(problem: Problem) -> Result:
         if problem.key_range is not None:
             v = _seen_values(problem)
         ragged = (last - first) % plan.block_k != 0
-    view, rank = (_view, kernels.WHOLE) if problem.packed is None else (_clipped, kernels.CLIPPED)
+    view = _view if problem.packed is None else _clipped
+    rows = _GROUP_ROWS // plan.heads
     views = (
-        view(q, _GROUP_ROWS, plan.block_d),
-        view(k, plan.block_k, plan.block_d),
-        view(v, plan.block_k, plan.block_dv),
-        view(out, _GROUP_ROWS, min(plan.block_dv, 128)),
+        view(q, rows, plan.heads, plan.block_d),
+        view(k, plan.block_k, 1, plan.block_d),
+        view(v, plan.block_k, 1, plan.block_dv),
+        view(out, rows, plan.heads, min(plan.block_dv, 128)),
     )
     maxnreg, registers = _REGISTERS[plan.groups]
-    sides = (*plan[:-1], ragged, plan.fenced, registers, rank.value, TRY)
+    sides = (*plan[:-2], ragged, plan.fenced, registers, plan.heads, TRY)
     tile = kernels.Tile(*map(kernels.constexpr, sides))
     with current(q.device):
-        spec, walk = _order(problem, plan, plan.groups * _GROUP_ROWS)
-        most = _most_tiles(problem, plan.groups * _GROUP_ROWS)
-        programs = min(most, _multiprocessors(q.device))
+        spec, walk = _order(problem, plan)
+        programs = min(_most_tiles(problem, plan), _multiprocessors(q.device))
         values = (twins.lines(lse), spec, walk, tile)
         options = {"num_warps": 4, "maxnreg": maxnreg}
         launch(kernels.forward_kernel, programs, q.device, *views, *values, **options)
@@ -273,25 +296,26 @@ def _seen_values(problem: Problem) -> Tensor:
     return torch.where(change.cumsum(1)[:, :-1, None, None] > 0, v, 0)
 
 
-def _view(t: Tensor, rows: int, columns: int) -> Any:
-    """How the TMA engine sees (B, S, H, D): in tiles of rows and columns of one head."""
+def _view(t: Tensor, rows: int, heads: int, columns: int) -> Any:
+    """How the TMA engine sees (B, S, H, D): in tiles of rows of so many heads, and columns."""
     t = _aligned(t)
     # The stride of a dimension of size 1 may be anything, and means nothing.
     strides = [step if n > 1 else 8 for step, n in zip(t.stride()[:-1], t.shape[:-1], strict=True)]
-    return _descriptor(t, list(t.shape), [*strides, 1], [1, rows, 1, columns])
+    return _descriptor(t, list(t.shape), [*strides, 1], [1, rows, heads, columns])
 
 
-def _clipped(t: Tensor, rows: int, columns: int) -> Any:
+def _clipped(t: Tensor, rows: int, heads: int, columns: int) -> Any:
     """How it sees packed (total, H, D): with two dimensions more, of strides that cancel out modulo 2⁶⁴
     bytes at the coordinates (END, start + length, END − length + row), which is row start + row. The
     hardware's check of the third, END long, then ends at the sequence's last row.
     """
     t = _aligned(t)
-    (total, heads, width), row = t.shape, t.stride(0) if t.shape[0] > 1 else 8
+    (total, all_heads, width), row = t.shape, t.stride(0) if t.shape[0] > 1 else 8
     assert total <= _LARGEST_COUNT
     far = 2**31 - 2**16
-    strides = [2**35 // t.element_size() - row, row, row, t.stride(1) if heads > 1 else 8, 1]
-    return _descriptor(t, [far, far, 2**30, heads, width], strides, [1, 1, rows, 1, columns])
+    strides = [2**35 // t.element_size() - row, row, row, t.stride(1) if all_heads > 1 else 8, 1]
+    shape = [far, far, 2**30, all_heads, width]
+    return _descriptor(t, shape, strides, [1, 1, rows, heads, columns])
 
 
 def _aligned(t: Tensor) -> Tensor:
@@ -309,17 +333,18 @@ def _descriptor(t: Tensor, shape: list[int], strides: list[int], block: list[int
     return TensorDescriptor(t, shape, strides, block, shared_layout(len(block)))
 
 
-def _most_tiles(problem: Problem, rows: int) -> int:
+def _most_tiles(problem: Problem, plan: _Plan) -> int:
     """Tiles of all heads, or as many as packed sequences may need."""
     q = problem.q
+    heads, per_head = q.shape[-2] // plan.heads, -(-q.shape[-3] // plan.rows)
     if problem.packed is None:
-        return -(-q.shape[1] // rows) * q.shape[0] * q.shape[2]
-    return (-(-q.shape[0] // rows) + problem.packed.cu_seqlens_q.shape[0]) * q.shape[1]
+        return per_head * q.shape[0] * heads
+    return (per_head + problem.packed.cu_seqlens_q.shape[0]) * heads
 
 
-def _order(problem: Problem, plan: _Plan, rows: int) -> tuple[Any, Any]:
-    """What is computed of the keys that are seen, and in which order of tiles of so many rows. Where all
-    tiles are equally long, one head comes after the other."""
+def _order(problem: Problem, plan: _Plan) -> tuple[Any, Any]:
+    """What is computed of the keys that are seen, and in which order of tiles. Where all tiles are equally
+    long, one head comes after the other."""
     from tilewise.kernels.hopper_walk import Walk
 
     q, k, v = problem.q, problem.k, problem.v
@@ -329,15 +354,15 @@ def _order(problem: Problem, plan: _Plan, rows: int) -> tuple[Any, Any]:
     if problem.packed is None:
         first, last = _seen_keys(problem)
         spec = spec._replace(sizes=spec.sizes._replace(sk=last - first))
-        heads, per_head = q.shape[0] * q.shape[2], -(-q.shape[1] // rows)
-        section = _section(heads, problem.groups, (last - first) * bytes_per_key)
+        heads, per_head = q.shape[0] * q.shape[2] // plan.heads, -(-q.shape[1] // plan.rows)
+        section = _section(heads, problem.groups // plan.heads, (last - first) * bytes_per_key)
         offset = problem.band.offset(q.shape[1], k.shape[1]) - first
         return spec, Walk(
             per_head, heads, section if plan.dynamic else 1, offset, None, None, drawn
         )
     heads, count = q.shape[1], spec.packed.count
     section = _section(heads, problem.groups, k.shape[0] * bytes_per_key)
-    schedule = _schedule(q, spec, rows)
+    schedule = _schedule(q, spec, plan.rows)
     return spec, Walk(0, heads, section, 0, schedule, count.bit_length(), drawn)
 
 

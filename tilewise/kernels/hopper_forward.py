@@ -20,9 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tilewise.kernels.hopper_pipeline import (
-    CLIPPED,
     GROUP_ROWS,
-    WHOLE,
     Part,
     await_turn,
     close_turns,
@@ -61,13 +59,14 @@ from tilewise.kernels.score import (
     probabilities,
 )
 
-__all__ = ["CLIPPED", "WHOLE", "Tile", "Walk", "constexpr", "forward_kernel"]
+__all__ = ["Tile", "Walk", "constexpr", "forward_kernel"]
 
 
 class Tile(NamedTuple):
     """All constexpr. GROUPS consumers of 64 rows; STAGES blocks of BLOCK_K keys; BLOCK_D and BLOCK_DV
     columns; Q_STAGES tiles of q. DYNAMIC: programs draw tiles. RAGGED: the last block of keys may be cut
-    short. FENCED: see `compute_before`. REGISTERS of a consumer's threads. RANK of the views."""
+    short. FENCED: see `compute_before`. REGISTERS of a consumer's threads.
+    HEADS that share a tile, since each has few rows: row r of them all is row r // HEADS of head r % HEADS."""
 
     GROUPS: Any
     BLOCK_K: Any
@@ -79,7 +78,7 @@ class Tile(NamedTuple):
     RAGGED: Any
     FENCED: Any
     REGISTERS: Any
-    RANK: Any
+    HEADS: Any
     TRY: Any
 
 
@@ -118,7 +117,7 @@ def _keys(at):
 
 @gluon.jit
 def _produce(views, shared, spec, walk, tile):
-    ROWS: gl.constexpr = tile.GROUPS * GROUP_ROWS
+    ROWS: gl.constexpr = GROUP_ROWS // tile.HEADS
     count = 0
     turn = 0
     number = gl.program_id(0)
@@ -126,16 +125,18 @@ def _produce(views, shared, spec, walk, tile):
     # As many as a power of two that holds them.
     within = gl.arange(0, 128 if tile.GROUPS == 2 else 256, gl.BlockedLayout([1], [32], [4], [0]))
     while number < per_head * walk.heads:
-        work = work_of(number, per_head, within, walk, spec, ROWS, tile.BLOCK_K)
+        work = work_of(
+            number, per_head, within, walk, spec, tile.GROUPS * ROWS, tile.BLOCK_K, tile.HEADS
+        )
         keys = _keys(work.at)
         j = work.first + (work.blocks - 1) * tile.BLOCK_K
         wait_empty(shared.k, count)
-        load_tile(views.k, keys, j, work.kv_head, shared.k, count, tile.RANK)
+        load_tile(views.k, keys, j, work.kv_head, shared.k, count)
         for group in gl.static_range(tile.GROUPS):
             use = turn * tile.GROUPS + group
-            row = work.at.tile_start + group * GROUP_ROWS
+            row = work.at.tile_start + group * ROWS
             wait_empty(shared.q, use)
-            load_tile(views.q, _queries(work.at), row, work.head, shared.q, use, tile.RANK)
+            load_tile(views.q, _queries(work.at), row, work.head, shared.q, use)
         put_numbers(shared.orders, turn, _order(work, spec))
         number += gl.num_programs(0)
         if tile.DYNAMIC:
@@ -145,13 +146,13 @@ def _produce(views, shared, spec, walk, tile):
             number = gl.num_programs(0) + drawn
         for _ in range(work.blocks - 1):
             wait_empty(shared.k, count + 1)
-            load_tile(views.k, keys, j - tile.BLOCK_K, work.kv_head, shared.k, count + 1, tile.RANK)
+            load_tile(views.k, keys, j - tile.BLOCK_K, work.kv_head, shared.k, count + 1)
             wait_empty(shared.v, count)
-            load_tile(views.v, keys, j, work.kv_head, shared.v, count, tile.RANK)
+            load_tile(views.v, keys, j, work.kv_head, shared.v, count)
             j -= tile.BLOCK_K
             count += 1
         wait_empty(shared.v, count)
-        load_tile(views.v, keys, j, work.kv_head, shared.v, count, tile.RANK)
+        load_tile(views.v, keys, j, work.kv_head, shared.v, count)
         count += 1
         turn += 1
     put_numbers(shared.orders, turn, (0, 0))
@@ -201,6 +202,7 @@ def _ordered(order, spec, walk):
 @gluon.jit
 def _consume(views, shared, lse, spec, walk, tile, GROUP: gl.constexpr):
     ROW: gl.constexpr = gl.SliceLayout(1, product_layout(tile.BLOCK_K))
+    ROWS: gl.constexpr = GROUP_ROWS // tile.HEADS
     LEFT: gl.constexpr = (spec.band.left is not None) or (spec.key_start is not None)
     RIGHT: gl.constexpr = (spec.band.right is not None) or (spec.key_start is not None)
     EDGE: gl.constexpr = (LEFT or RIGHT) or tile.RAGGED
@@ -216,9 +218,9 @@ def _consume(views, shared, lse, spec, walk, tile, GROUP: gl.constexpr):
         give_back(shared.orders, turn)
         work = _ordered(order, spec, walk)
         at = work.at
-        i0 = at.tile_start + GROUP * GROUP_ROWS
-        rows = interval(i0 + gl.arange(0, GROUP_ROWS, ROW), at, spec)
-        blocks = blocks_of(rows.number, i0, work, spec, GROUP_ROWS, tile.BLOCK_K)
+        i0 = at.tile_start + GROUP * ROWS
+        rows = interval(i0 + gl.arange(0, GROUP_ROWS, ROW) // tile.HEADS, at, spec)
+        blocks = blocks_of(rows.number, i0, work, spec, ROWS, tile.BLOCK_K)
         if RIGHT:
             for _ in range(blocks.last + 1, work.blocks):
                 _skip(shared, count, GROUP, tile)
@@ -424,9 +426,12 @@ def _finish(o, l, m, rows, i0, work, views, buffer, lse, spec, tile):
     l = gl.convert_layout(gl.sum(l, 1), m.type.layout)
     if spec.scores.FOLDED:
         m = m * LN2
+    head = work.head
+    if tile.HEADS > 1:
+        head = work.head + gl.arange(0, GROUP_ROWS, m.type.layout) % tile.HEADS
     share = gl.full([GROUP_ROWS], 1.0, gl.float32, m.type.layout)
     if spec.scores.sinks is not None:
-        sink = gl.load(spec.scores.sinks + work.head).to(gl.float32)
+        sink = gl.load(spec.scores.sinks + head).to(gl.float32)
         if spec.packed is not None:
             sink = gl.where(at.real, sink, NEG_INF)
         total = gl.maximum(m, sink)
@@ -438,17 +443,17 @@ def _finish(o, l, m, rows, i0, work, views, buffer, lse, spec, tile):
     share = share / gl.where(empty, 1.0, l)
     total = gl.where(empty, NEG_INF, m + gl.log(l))
     start = gl.cast(at.start_q, gl.int64)
-    gl.store(line(lse, at, work.head, start, rows.number), total, mask=rows.number < at.sq)
+    gl.store(line(lse, at, head, start, rows.number), total, mask=rows.number < at.sq)
     o = (o * _beside(share, o)[:, None]).to(buffer.dtype)
     queries = _queries(at)
     if buffer.shape[1] == tile.BLOCK_DV:
-        store_tile(views.out, queries, i0, work.head, 0, o, buffer, tile.RANK)
+        store_tile(views.out, queries, i0, work.head, 0, o, buffer)
     else:
         HALF: gl.constexpr = tile.BLOCK_DV // 2
         halves = gl.split(gl.permute(gl.reshape(o, [GROUP_ROWS, 2, HALF]), (0, 2, 1)))
         for i in gl.static_range(2):
             half = gl.convert_layout(halves[i], product_layout(HALF), assert_trivial=True)
-            store_tile(views.out, queries, i0, work.head, i * HALF, half, buffer, tile.RANK)
+            store_tile(views.out, queries, i0, work.head, i * HALF, half, buffer)
 
 
 # ------------------------------------------------------------------ the kernel

@@ -4,8 +4,8 @@ consumers, tiles that the TMA engine moves, turns that warpgroups take, operands
 A ring's slots are used in turn; `count` numbers the uses. The producer waits until a slot is empty and
 has it filled; consumers wait until it is full and give it back.
 
-The TMA engine sees a tensor (B, S, H, D) of any strides as it is (WHOLE). Rows past S read as zeros and
-are not written. A CLIPPED view has such an end at any row: see `_clipped` in backends/hopper.py.
+The TMA engine sees a tensor (B, S, H, D) of any strides as it is. Rows past S read as zeros and are not
+written. A clipped view has such an end at any row: see `_clipped` in backends/hopper.py.
 """
 
 from typing import Any, NamedTuple
@@ -19,9 +19,8 @@ _tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 _tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 _REINTERPRETS = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
-# How many dimensions a view has, by its kind.
+# How many dimensions a view has that is not clipped; one that is has five.
 WHOLE = gl.constexpr(4)
-CLIPPED = gl.constexpr(5)
 # The row of a clipped view that its end lies at.
 END = gl.constexpr(2**30)
 
@@ -144,8 +143,8 @@ def one_of(numbers, i: gl.constexpr):
 
 
 class Part(NamedTuple):
-    """The rows of one sequence in a view: of batch entry `batch` (WHOLE), or `length` rows from row
-    `start` on (CLIPPED)."""
+    """The rows of one sequence in a view: of batch entry `batch`, or (clipped) `length` rows from row
+    `start` on."""
 
     batch: Any
     start: Any
@@ -153,42 +152,40 @@ class Part(NamedTuple):
 
 
 @gluon.jit
-def _viewed(buffer, RANK: gl.constexpr):
-    """A buffer [rows, columns] with the shape that a view's tiles have."""
-    ROWS: gl.constexpr = buffer.shape[0]
-    COLUMNS: gl.constexpr = buffer.shape[1]
-    SHAPE: gl.constexpr = [1, ROWS, 1, COLUMNS] if RANK == WHOLE else [1, 1, ROWS, 1, COLUMNS]
+def _viewed(buffer, view):
+    """A buffer [rows, columns] with the shape of a view's tiles, whose rows may be those of several heads."""
+    SHAPE: gl.constexpr = view.block_shape
     if _REINTERPRETS:
-        viewed = buffer.reinterpret(buffer.dtype, SHAPE, shared_layout(RANK))
+        viewed = buffer.reinterpret(buffer.dtype, SHAPE, view.layout)
     else:
-        viewed = buffer._reinterpret(buffer.dtype, SHAPE, shared_layout(RANK))
+        viewed = buffer._reinterpret(buffer.dtype, SHAPE, view.layout)
     return viewed
 
 
 @gluon.jit
-def load_tile(view, part, row, head, ring, count, RANK: gl.constexpr):
+def load_tile(view, part, row, head, ring, count):
     """Has the ring's slot filled with rows from `row` on of a part, of a head. The slot must be empty."""
     buffer = slot(ring, count)
     full = ring.full.index(count % ring.data.shape[0])
     mbarrier.expect(full, buffer.shape[0] * buffer.shape[1] * 2)
-    if RANK == WHOLE:
-        _tma_load(view, [part.batch, row, head, 0], full, _viewed(buffer, RANK))
+    if len(view.block_shape) == WHOLE:
+        _tma_load(view, [part.batch, row, head, 0], full, _viewed(buffer, view))
     else:
         at = [END, part.start + part.length, END - part.length + row, head, 0]
-        _tma_load(view, at, full, _viewed(buffer, RANK))
+        _tma_load(view, at, full, _viewed(buffer, view))
 
 
 @gluon.jit
-def store_tile(view, part, row, head, column, tile, buffer, RANK: gl.constexpr):
+def store_tile(view, part, row, head, column, tile, buffer):
     """Stores a tile from registers through a buffer, which is free again after the next store's wait."""
     tma.store_wait(0)
     buffer.store(tile)
     fence_async_shared()
-    if RANK == WHOLE:
-        _tma_store(view, [part.batch, row, head, column], _viewed(buffer, RANK))
+    if len(view.block_shape) == WHOLE:
+        _tma_store(view, [part.batch, row, head, column], _viewed(buffer, view))
     else:
         at = [END, part.start + part.length, END - part.length + row, head, column]
-        _tma_store(view, at, _viewed(buffer, RANK))
+        _tma_store(view, at, _viewed(buffer, view))
 
 
 # ------------------------------------------------------------------ turns

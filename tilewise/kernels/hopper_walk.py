@@ -1,6 +1,7 @@
 """The order in which programs on Hopper walk: tiles of queries, and the blocks of keys of each.
 
-Scalars only, so that kernels in Gluon and (to test them) in Triton can call these functions alike.
+Scalars, but for the rows of a key_range, so that kernels in Gluon and (to test them) in Triton can call
+these functions alike.
 """
 
 from typing import Any, NamedTuple
@@ -12,8 +13,8 @@ from tilewise.kernels.score import Place, bounds, span
 
 
 class Walk(NamedTuple):
-    """Tiles of `heads` heads (those of all batch entries), in sections of heads whose keys fit the L2 cache
-    together; in a section the last tiles of all heads first, which under a causal mask are the longest.
+    """Tiles of `heads` heads (those of all batch entries; heads that share tiles count as one), in sections
+    of heads whose keys fit the L2 cache together; in a section the last tiles of all heads first, which under a causal mask are the longest.
 
     Dense: `per_head` tiles of each head; `offset` of row 0's position. Packed: the sequences' own offsets,
     and a `schedule` (hopper_schedule.py) of their tiles, which are searched for in `steps` steps.
@@ -60,8 +61,18 @@ def tiles_per_head(walk, spec):
 
 
 @triton.jit
-def work_of(number, per_head, within, walk, spec, ROWS: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Tile `number` of a walk, of ROWS rows. `within`: where there is a key_range, 0 … ROWS − 1 or more."""
+def work_of(
+    number,
+    per_head,
+    within,
+    walk,
+    spec,
+    ROWS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    HEADS: tl.constexpr,
+):
+    """Tile `number` of a walk, of ROWS rows of each of HEADS heads, `head` the first of them. `within`:
+    0 … ROWS − 1 or more, for where there is a key_range."""
     sizes = spec.sizes
     in_section = walk.section * per_head
     first_head = number // in_section * walk.section
@@ -70,8 +81,8 @@ def work_of(number, per_head, within, walk, spec, ROWS: tl.constexpr, BLOCK_K: t
     head = first_head + rest % heads
     tile = rest // heads
     if spec.packed is None:
-        batch = head // sizes.heads
-        head = head % sizes.heads
+        batch = head // (sizes.heads // HEADS)
+        head = head % (sizes.heads // HEADS)
         start = (per_head - 1 - tile) * ROWS
         at = Place(start, True, batch, batch.to(tl.int64), 0, 0, sizes.sq, sizes.sk, walk.offset)
     else:
@@ -85,7 +96,7 @@ def work_of(number, per_head, within, walk, spec, ROWS: tl.constexpr, BLOCK_K: t
     seen = edges.first < edges.last
     first = tl.where(seen, edges.first, at.sk)
     blocks = tl.where(seen, (edges.last - edges.first + BLOCK_K - 1) // BLOCK_K, 1)
-    return Work(at, head, head // sizes.groups, first, blocks)
+    return Work(at, head * HEADS, head * HEADS // sizes.groups, first, blocks)
 
 
 @triton.jit
