@@ -3,10 +3,11 @@
     python benchmarks/hopper_check.py [--parts compile,plain,features,shapes,odd,speed,…] [--out FOLDER]
 
 Every part runs in a process of its own, so that one that fails or hangs does not take the others along; a
-case that takes longer than a minute ends its part. `compile` fills Triton's cache by all processors and
-needs no GPU. FlashAttention-3 is timed where the folder peers-fa3 holds it (fa3.so.xz, libcudart.so.12).
-The whole log goes to hopper_check.log in the folder (default: $OUT or the current one), rows of speed to
-hopper_speed.json; a summary is printed at the end. `variants` times other plans than the chosen ones.
+case that takes longer than a minute ends its part. `compile` fills Triton's cache by all processors with
+what the parts beside it need, and needs no GPU. FlashAttention-3 is timed where the folder peers-fa3 holds
+it (fa3.so.xz, libcudart.so.12). The whole log goes to hopper_check.log in the folder (default: $OUT or the
+current one), rows of speed to hopper_speed.json; a summary is printed at the end. `variants` times other
+plans than the chosen ones.
 
 `sanitize` has one small case of each kind of kernel, to be run by itself:
 
@@ -593,29 +594,33 @@ def compiled() -> str:
 
 def compile_all(parts: list[str]) -> None:
     """Compiles what the parts will need, by all processors."""
-    jobs = {}
-    for part in parts:
-        for case, dtype in served_cases(part) if part in CASES_OF else ():
-            jobs[part, str(case), dtype] = make_call(case, dtype).problem()
-    for d, s, flag in cells() if "speed" in parts else ():
-        q = torch.empty(1, s, 2, d, dtype=torch.bfloat16)
-        jobs["speed", f"{d} {s} {flag}", q.dtype] = tilewise.api.problem_of(q, q, q, causal=flag)
-    distinct = {what_it_takes(problem): (problem, Variant()) for problem in jobs.values()}
-    if "variants" in parts:
-        for cell in variant_cells():
-            problem = tilewise.api.problem_of(**cell.arguments("cpu"))
-            for variant in variants_of(problem).values():
-                with varied(variant):
-                    if hopper._plan(problem).shared_bytes <= hopper._SHARED_BYTES:
-                        what = (what_it_takes(problem), hopper.TRY)
-                        distinct.setdefault(what, (problem, variant))
-    log(f"compiling {len(distinct)} kernels for {len(jobs)} cases")
+    distinct = {}
+    for problem, variant in what_is_needed(parts):
+        with varied(variant):
+            if hopper._plan(problem).shared_bytes <= hopper._SHARED_BYTES:
+                distinct[what_it_takes(problem), hopper.TRY] = (problem, variant)
+    log(f"SUMMARY compiling {len(distinct)} kernels, those of {', '.join(parts)}")
     started = time.monotonic()
-    with multiprocessing.get_context("fork").Pool(min(len(distinct), os.cpu_count() or 1)) as pool:
+    with multiprocessing.get_context("fork").Pool(os.cpu_count()) as pool:
         for line in pool.imap_unordered(compile_one, distinct.values()):
             if line:
                 log(line)
     log(f"compiled in {time.monotonic() - started:.0f} s")
+
+
+def what_is_needed(parts: list[str]) -> Iterator[tuple[Problem, Variant]]:
+    for part in parts:
+        for case, dtype in served_cases(part) if part in CASES_OF else ():
+            yield make_call(case, dtype).problem(), Variant()
+    if "speed" in parts:
+        for d, s, flag in cells():
+            q = torch.empty(1, s, 2, d, dtype=torch.bfloat16)
+            yield tilewise.api.problem_of(q, q, q, causal=flag), Variant()
+    if "variants" in parts:
+        for cell in variant_cells():
+            problem = tilewise.api.problem_of(**cell.arguments("cpu"))
+            for variant in variants_of(problem).values():
+                yield problem, variant
 
 
 def what_it_takes(problem: Problem) -> tuple[Any, ...]:
