@@ -847,6 +847,9 @@ def variants_of(problem: Problem) -> dict[str, Variant]:
         "chosen": Variant(),
         # exps that do not wait for P V: −2 … +3 %; D = 64 without: −5 %.
         "fence": Variant({"fenced": not plan.fenced}),
+        # No barriers and a quarter of the instructions in the producer: 0 … +3 %.
+        "one warp loads": Variant(switches=3),
+        "one warp loads, fence": Variant({"fenced": not plan.fenced}, switches=3),
         # +2 % at 1k, ±0 above.
         "q stages": Variant({"q_stages": 3 - plan.q_stages}),
         # −2 % causal (uneven), ±0 full.

@@ -123,7 +123,8 @@ def _produce(views, shared, spec, walk, tile):
     number = gl.program_id(0)
     per_head = tiles_per_head(walk, spec)
     # As many as a power of two that holds them.
-    within = gl.arange(0, 128 if tile.GROUPS == 2 else 256, gl.BlockedLayout([1], [32], [4], [0]))
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    within = gl.arange(0, 128 if tile.GROUPS == 2 else 256, layout)
     while number < per_head * walk.heads:
         work = work_of(
             number, per_head, within, walk, spec, tile.GROUPS * ROWS, tile.BLOCK_K, tile.HEADS
@@ -476,7 +477,28 @@ def forward_kernel(q, k, v, out, lse, spec, walk, tile):
         number_ring(2, 8 if spec.packed is None else 16, G),
     )
     fence_async_shared()
-    if G == 2:
+    if tile.TRY & 2 and G == 2:
+        gl.warp_specialize(
+            [
+                (_consume, (views, shared, lse, spec, walk, tile, 0)),
+                (_consume, (views, shared, lse, spec, walk, tile, 1)),
+                (_produce, (views, shared, spec, walk, tile)),
+            ],
+            [4, 1],
+            [tile.REGISTERS, 24],
+        )
+    elif tile.TRY & 2:
+        gl.warp_specialize(
+            [
+                (_consume, (views, shared, lse, spec, walk, tile, 0)),
+                (_consume, (views, shared, lse, spec, walk, tile, 1)),
+                (_consume, (views, shared, lse, spec, walk, tile, 2)),
+                (_produce, (views, shared, spec, walk, tile)),
+            ],
+            [4, 4, 1],
+            [tile.REGISTERS, tile.REGISTERS, 24],
+        )
+    elif G == 2:
         gl.warp_specialize(
             [
                 (_produce, (views, shared, spec, walk, tile)),

@@ -106,15 +106,15 @@ def number_ring(SLOTS: gl.constexpr, NUMBERS: gl.constexpr, CONSUMERS: gl.conste
 
 
 @gluon.constexpr_function
-def _numbers_layout(count):
+def _numbers_layout(count, warps):
     """Every thread holds all of them, so that none moves between threads."""
-    return gl.BlockedLayout([count], [32], [4], [0])
+    return gl.BlockedLayout([count], [32], [warps], [0])
 
 
 @gluon.jit
 def put_numbers(ring, count, numbers):
     NUMBERS: gl.constexpr = ring.data.shape[1]
-    layout: gl.constexpr = _numbers_layout(NUMBERS)
+    layout: gl.constexpr = _numbers_layout(NUMBERS, gl.num_warps())
     index = gl.arange(0, NUMBERS, layout)
     together = gl.full([NUMBERS], numbers[0], gl.int32, layout)
     for i in gl.static_range(1, len(numbers)):
@@ -128,7 +128,7 @@ def put_numbers(ring, count, numbers):
 def take_numbers(ring, count):
     """The numbers of a slot, which must be given back."""
     NUMBERS: gl.constexpr = ring.data.shape[1]
-    layout: gl.constexpr = _numbers_layout(NUMBERS)
+    layout: gl.constexpr = _numbers_layout(NUMBERS, gl.num_warps())
     wait_full(ring, count)
     return slot(ring, count).load(layout)
 
