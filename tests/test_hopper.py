@@ -197,6 +197,25 @@ def test_every_plan_fits(d, dv):
         assert hopper.config(problem)["heads"] == plan.heads == 1
 
 
+def test_products_of_three_quarters():
+    """Not of all columns that memory has to have."""
+    wanted = {40: (64, 64), 64: (64, 64), 72: (128, 96), 96: (128, 96), 104: (128, 128)}
+    wanted |= {136: (256, 192), 192: (256, 192), 200: (256, 256), 256: (256, 256)}
+    for width, (held, used) in wanted.items():
+        q, v = torch.empty(1, 70, 1, 128, dtype=BF16), torch.empty(1, 70, 1, width, dtype=BF16)
+        plan = hopper._plan(problem_of(q, q, v))
+        assert (plan.block_d, plan.d, plan.block_dv, plan.dv) == (128, 128, held, used)
+        plan = hopper._plan(problem_of(v, v, q))
+        assert (plan.block_d, plan.d, plan.block_dv, plan.dv) == (held, used, 128, 128)
+    kernels = pytest.importorskip("tilewise.kernels.hopper_pipeline")
+    assert [kernels.parts_of(n) for n in (64, 96, 128, 192, 256)] == [1, 2, 1, 2, 1]
+    for columns in (64, 96, 128, 192, 256):
+        parts = range(kernels.parts_of(columns))
+        widths = [kernels.part_width(columns, i) for i in parts]
+        assert [kernels.part_start(columns, i) for i in parts] == [0, *widths[:-1]]
+        assert sum(widths) == columns
+
+
 def test_heads_share_tiles_where_there_are_few_rows():
     def heads(b, sq, hq, hkv, **options):
         q, k = (
@@ -263,7 +282,7 @@ PACKED = {"cu_seqlens_q": CU, "cu_seqlens_k": CU}
         ({"sq": 4096, "sk": 4099, "d": 64, "dtype": torch.float16}, {}, 128, 0),
         ({"d": 256}, {"window_size": (100, 20)}, 168, 40),  # none of it in a loop
         (
-            {"d": 96, "dv": 128},
+            {"d": 192, "dv": 96},
             {"alibi_slopes": torch.ones(4), "sinks": torch.ones(4), "softcap": 9.0},
             168,
             0,

@@ -59,7 +59,7 @@ def walk_kernel(
 
 def walked(problem: Problem, section: int, heads: int = 1) -> list[list[int]]:
     """The fields of the tiles of a problem, in the order of the walk."""
-    plan = hopper._Plan(GROUPS, BLOCK_K, 64, 64, 2, 1, False, heads=heads)
+    plan = hopper._Plan(GROUPS, BLOCK_K, 64, 64, 64, 64, 2, 1, False, heads=heads)
     spec, walk = hopper._order(problem, plan)
     walk = walk._replace(section=min(section, walk.heads), drawn=None)
     most = hopper._most_tiles(problem, plan)

@@ -160,13 +160,16 @@ def _name(dtype: torch.dtype) -> str:
 
 class _Plan(NamedTuple):
     """Tiles of a program: `groups` consumers of 64 rows; blocks of keys in `stages`, tiles of q in
-    `q_stages`; the columns that hold D and Dv. `dynamic`: programs draw tiles, which differ in length.
-    `fenced`: see `compute_before` of the kernels. `heads` of one key head share a tile of few rows each."""
+    `q_stages`; the columns that hold D and Dv in memory, and those that products are made with. `dynamic`:
+    programs draw tiles, which differ in length. `fenced`: see `compute_before` of the kernels. `heads` of
+    one key head share a tile of few rows each."""
 
     groups: int
     block_k: int
     block_d: int
     block_dv: int
+    d: int
+    dv: int
     stages: int
     q_stages: int
     dynamic: bool
@@ -217,11 +220,18 @@ def _plan(problem: Problem) -> _Plan:
     fenced = max(block_d, block_dv) == 64
     # Whose tiles are not all equally long.
     dynamic = banded or problem.packed is not None or problem.key_range is not None
-    plan = _Plan(groups, chosen.block_k, block_d, block_dv, stages, 2, dynamic, fenced)
+    blocks = (block_d, block_dv)
+    d, dv = (_columns(t.shape[-1], n) for t, n in zip((problem.q, problem.v), blocks, strict=True))
+    plan = _Plan(groups, chosen.block_k, *blocks, d, dv, stages, 2, dynamic, fenced)
     # Short tiles wait for their queries often enough to load those of the next one ahead.
     if length == "long" or plan.shared_bytes > _SHARED_BYTES:
         plan = plan._replace(q_stages=1)
     return plan._replace(heads=_sharing_heads(problem, plan))
+
+
+def _columns(width: int, block: int) -> int:
+    """Of those in memory, how many products are made with: three quarters may do."""
+    return block // 4 * 3 if block >= 128 and width <= block // 4 * 3 else block
 
 
 def _sharing_heads(problem: Problem, plan: _Plan) -> int:

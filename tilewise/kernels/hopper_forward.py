@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from tilewise.kernels.hopper_pipeline import (
     GROUP_ROWS,
     Part,
+    await_stored,
     await_turn,
     close_turns,
     compute_before,
@@ -32,7 +33,10 @@ from tilewise.kernels.hopper_pipeline import (
     one_of,
     open_turns,
     pack,
+    part_of,
+    part_width,
     partial_row_sums,
+    parts_of,
     pass_turn,
     product_layout,
     put_numbers,
@@ -64,7 +68,7 @@ __all__ = ["Tile", "Walk", "constexpr", "forward_kernel"]
 
 class Tile(NamedTuple):
     """All constexpr. GROUPS consumers of 64 rows; STAGES blocks of BLOCK_K keys; BLOCK_D and BLOCK_DV
-    columns; Q_STAGES tiles of q. DYNAMIC: programs draw tiles. RAGGED: the last block of keys may be cut
+    columns in shared memory, D and DV of them in products; Q_STAGES tiles of q. DYNAMIC: programs draw tiles. RAGGED: the last block of keys may be cut
     short. FENCED: see `compute_before`. REGISTERS of a consumer's threads.
     HEADS that share a tile, since each has few rows: row r of them all is row r // HEADS of head r % HEADS."""
 
@@ -72,6 +76,8 @@ class Tile(NamedTuple):
     BLOCK_K: Any
     BLOCK_D: Any
     BLOCK_DV: Any
+    D: Any
+    DV: Any
     STAGES: Any
     Q_STAGES: Any
     DYNAMIC: Any
@@ -230,7 +236,7 @@ def _consume(views, shared, lse, spec, walk, tile, GROUP: gl.constexpr):
         use = turn * tile.GROUPS + GROUP
         wait_full(shared.q, use)
         q = slot(shared.q, use)
-        o = gl.zeros([GROUP_ROWS, tile.BLOCK_DV], gl.float32, product_layout(tile.BLOCK_DV))
+        o = _nothing(tile)
         full_last = blocks.full_last
         if NARROW:
             if (blocks.width <= tile.BLOCK_K // 2) & (
@@ -271,8 +277,7 @@ def _consume(views, shared, lse, spec, walk, tile, GROUP: gl.constexpr):
                 count += 1
         give_back(shared.q, use)
         wait_full(shared.v, count)
-        o = _add_values(o, p, shared.v, count, tile)
-        o = warpgroup_mma_wait(0, [o])
+        o = _landed(_add_values(o, p, shared.v, count, tile))
         give_back(shared.v, count)
         count += 1
         turn += 1
@@ -310,11 +315,11 @@ def _first(
     """The probabilities, their sums and the maximum of the first block. NARROW: of the first half of it,
     no row sees the second."""
     COLUMNS: gl.constexpr = tile.BLOCK_K // 2 if NARROW else tile.BLOCK_K
-    none = gl.zeros([GROUP_ROWS, tile.BLOCK_K], gl.float32, product_layout(tile.BLOCK_K))
+    none = _zeros(tile.BLOCK_K)
     l = partial_row_sums(none)
     wait_full(shared.k, count)
     await_turn(GROUP)
-    s = _scores(q, shared.k, count, COLUMNS)
+    s = _scores(q, shared.k, count, tile, COLUMNS)
     pass_turn(GROUP, tile.GROUPS)
     s = warpgroup_mma_wait(0, [s])
     give_back(shared.k, count)
@@ -325,13 +330,30 @@ def _first(
 
 
 @gluon.jit
-def _scores(q, k, count, COLUMNS: gl.constexpr):
+def _scores(q, k, count, tile, COLUMNS: gl.constexpr):
     """The product q kᵀ with so many keys of block `count`, on its way."""
-    zero = gl.zeros([GROUP_ROWS, COLUMNS], gl.float32, product_layout(COLUMNS))
+    s = _zeros(COLUMNS)
     keys = slot(k, count)
     if keys.shape[0] > COLUMNS:
         keys = keys.slice(0, COLUMNS)
-    return warpgroup_mma(q, keys.permute((1, 0)), zero, use_acc=False, is_async=True)
+    for i in gl.static_range(parts_of(tile.D)):
+        part = part_of(keys, tile.D, i).permute((1, 0))
+        s = warpgroup_mma(part_of(q, tile.D, i), part, s, use_acc=i > 0, is_async=True)
+    return s
+
+
+@gluon.jit
+def _nothing(tile):
+    """The sum of no values: [rows, columns] of each part of the columns."""
+    o = ()
+    for i in gl.static_range(parts_of(tile.DV)):
+        o = o + (_zeros(part_width(tile.DV, i)),)  # noqa: RUF005
+    return o
+
+
+@gluon.jit
+def _zeros(COLUMNS: gl.constexpr):
+    return gl.zeros([GROUP_ROWS, COLUMNS], gl.float32, product_layout(COLUMNS))
 
 
 @gluon.jit
@@ -340,8 +362,32 @@ def _add_values(o, p, v, count, tile):
     values = slot(v, count)
     if values.shape[0] > 2 * p.shape[1]:
         values = values.slice(0, 2 * p.shape[1])
-    p = unpack(p, values.dtype, product_layout(tile.BLOCK_DV))
-    return warpgroup_mma(p, values, o, is_async=True)
+    sums = ()
+    for i in gl.static_range(parts_of(tile.DV)):
+        part = part_of(values, tile.DV, i)
+        operand = unpack(p, values.dtype, product_layout(part.shape[1]))
+        sums = sums + (warpgroup_mma(operand, part, o[i], is_async=True),)  # noqa: RUF005
+    return sums
+
+
+@gluon.jit
+def _landed(o):
+    """o, when all products have been added."""
+    if len(o) == 1:
+        landed = (warpgroup_mma_wait(0, [o[0]]),)
+    else:
+        first, second = warpgroup_mma_wait(0, [o[0], o[1]])
+        landed = (first, second)
+    return landed
+
+
+@gluon.jit
+def _times(o, factor):
+    """Each row of o times its factor."""
+    scaled = ()
+    for i in gl.static_range(len(o)):
+        scaled = scaled + (o[i] * _beside(factor, o[i])[:, None],)  # noqa: RUF005
+    return scaled
 
 
 @gluon.jit
@@ -365,11 +411,11 @@ def _step(
     before, use count, are added. EDGE: not every row sees all of the block."""
     wait_full(shared.k, count + 1)
     await_turn(GROUP)
-    s = _scores(q, shared.k, count + 1, tile.BLOCK_K)
+    s = _scores(q, shared.k, count + 1, tile, tile.BLOCK_K)
     wait_full(shared.v, count)
     o = _add_values(o, p, shared.v, count, tile)
     pass_turn(GROUP, tile.GROUPS)
-    s = warpgroup_mma_wait(1, [s])
+    s = warpgroup_mma_wait(parts_of(tile.DV), [s])
     give_back(shared.k, count + 1)
     following, new, base = _softmax(s, m, rows, work, block, spec, tile, EDGE)
     fall = m - base
@@ -379,13 +425,13 @@ def _step(
     sums = partial_row_sums(following)
     if tile.FENCED:
         compute_before(sums)
-    o = warpgroup_mma_wait(0, [o])
+    o = _landed(o)
     keep(p)
     give_back(shared.v, count)
     l = l * _beside(rebase, l)[:, None] + gl.convert_layout(
         sums, l.type.layout, assert_trivial=True
     )
-    o = o * _beside(rebase, o)[:, None]
+    o = _times(o, rebase)
     return o, pack(following, shared.v.data.dtype), l, new
 
 
@@ -445,16 +491,31 @@ def _finish(o, l, m, rows, i0, work, views, buffer, lse, spec, tile):
     total = gl.where(empty, NEG_INF, m + gl.log(l))
     start = gl.cast(at.start_q, gl.int64)
     gl.store(line(lse, at, head, start, rows.number), total, mask=rows.number < at.sq)
-    o = (o * _beside(share, o)[:, None]).to(buffer.dtype)
-    queries = _queries(at)
-    if buffer.shape[1] == tile.BLOCK_DV:
-        store_tile(views.out, queries, i0, work.head, 0, o, buffer)
-    else:
-        HALF: gl.constexpr = tile.BLOCK_DV // 2
-        halves = gl.split(gl.permute(gl.reshape(o, [GROUP_ROWS, 2, HALF]), (0, 2, 1)))
+    _store(_times(o, share), _queries(at), i0, work.head, views.out, buffer)
+
+
+@gluon.jit
+def _store(o, queries, i0, head, out, buffer):
+    """Stores the parts of o by way of a buffer, one after the other if they do not fit together. Columns of
+    the buffer that out does not have are not stored."""
+    WIDTH: gl.constexpr = buffer.shape[1]
+    if o[0].shape[1] > WIDTH:
+        halves = gl.split(gl.permute(gl.reshape(o[0], [GROUP_ROWS, 2, WIDTH]), (0, 2, 1)))
         for i in gl.static_range(2):
-            half = gl.convert_layout(halves[i], product_layout(HALF), assert_trivial=True)
-            store_tile(views.out, queries, i0, work.head, i * HALF, half, buffer)
+            half = gl.convert_layout(halves[i], product_layout(WIDTH), assert_trivial=True)
+            await_stored()
+            buffer.store(half.to(buffer.dtype))
+            store_tile(out, queries, i0, head, i * WIDTH, buffer)
+    elif o[0].shape[1] == WIDTH:
+        for i in gl.static_range(len(o)):
+            await_stored()
+            part_of(buffer, o[i].shape[1], 0).store(o[i].to(buffer.dtype))
+            store_tile(out, queries, i0, head, i * WIDTH, buffer)
+    else:
+        await_stored()
+        for i in gl.static_range(len(o)):
+            part_of(buffer, WIDTH // 4 * 3, i).store(o[i].to(buffer.dtype))
+        store_tile(out, queries, i0, head, 0, buffer)
 
 
 # ------------------------------------------------------------------ the kernel

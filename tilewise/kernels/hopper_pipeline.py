@@ -176,16 +176,49 @@ def load_tile(view, part, row, head, ring, count):
 
 
 @gluon.jit
-def store_tile(view, part, row, head, column, tile, buffer):
-    """Stores a tile from registers through a buffer, which is free again after the next store's wait."""
+def await_stored():
+    """Waits until all that was stored before has left its buffer."""
     tma.store_wait(0)
-    buffer.store(tile)
+
+
+@gluon.jit
+def store_tile(view, part, row, head, column, buffer):
+    """Stores what is in a buffer."""
     fence_async_shared()
     if len(view.block_shape) == WHOLE:
         _tma_store(view, [part.batch, row, head, column], _viewed(buffer, view))
     else:
         at = [END, part.start + part.length, END - part.length + row, head, column]
         _tma_store(view, at, _viewed(buffer, view))
+
+
+# ------------------------------------------------------------------ parts of columns
+
+
+@gluon.constexpr_function
+def parts_of(columns):
+    """Shapes are powers of two: three quarters of one are a half and a quarter."""
+    return 1 if columns & (columns - 1) == 0 else 2
+
+
+@gluon.constexpr_function
+def part_start(columns, i):
+    return 0 if i == 0 else columns // 3 * 2
+
+
+@gluon.constexpr_function
+def part_width(columns, i):
+    return columns if parts_of(columns) == 1 else columns // 3 * (2 - i)
+
+
+@gluon.jit
+def part_of(buffer, COLUMNS: gl.constexpr, i: gl.constexpr):
+    """Part i of the first COLUMNS of a buffer [rows, columns]."""
+    WIDTH: gl.constexpr = part_width(COLUMNS, i)
+    part = buffer
+    if buffer.shape[1] != WIDTH:
+        part = buffer.slice(part_start(COLUMNS, i), WIDTH, 1)
+    return part
 
 
 # ------------------------------------------------------------------ turns
