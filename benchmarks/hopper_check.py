@@ -3,16 +3,24 @@
     python benchmarks/hopper_check.py [--parts compile,plain,features,shapes,odd,speed,…] [--out FOLDER]
 
 Every part runs in a process of its own, so that one that fails or hangs does not take the others along; a
-case that takes longer than a minute ends its part. `compile` fills Triton's cache by all processors and
-needs no GPU. FlashAttention-3 is timed where the folder peers-fa3 holds it (fa3.so.xz, libcudart.so.12).
-The whole log goes to hopper_check.log in the folder (default: $OUT or the current one), rows of speed to
-hopper_speed.json; a summary is printed at the end.
+case that takes longer than a minute ends its part. `compile` fills Triton's cache by all processors with
+what the parts beside it need, and needs no GPU. FlashAttention-3 is timed where the folder peers-fa3 holds
+it (fa3.so.xz, libcudart.so.12). The whole log goes to hopper_check.log in the folder (default: $OUT or the
+current one), rows of speed to hopper_speed.json; a summary is printed at the end. `variants` times other
+plans than the chosen ones.
+
+`sanitize` has one small case of each kind of kernel, to be run by itself:
+
+    compute-sanitizer --tool racecheck --kernel-name kns=forward_kernel --kernel-name kns=schedule_kernel \\
+        python benchmarks/hopper_check.py --inside sanitize
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import functools
+import itertools
 import json
 import lzma
 import math
@@ -24,9 +32,10 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -37,15 +46,18 @@ from torch import Tensor
 import tilewise
 from tilewise import testing
 from tilewise.backends import hopper, reference
+from tilewise.cli.gpu_cases import USUAL
 from tilewise.kernels import twins
 from tilewise.results import accumulation_dtype
 from tilewise.spec import Problem
 from tilewise.testing import CASES, Call, Case, Maker, make_call
 
-CHECKS = ("plain", "features", "shapes", "probes", "odd")
-PARTS = ("compile", *CHECKS, "speed", "variants", "launch")
+CHECKS = ("plain", "features", "shapes", "packed", "probes", "odd")
+PARTS = ("compile", *CHECKS, "sanitize", "speed", "variants", "launch")
 HALF = (torch.bfloat16, torch.float16)
 PATIENCE = 60.0
+# Few long sequences and many short ones, as in tilewise bench.
+PACKED_LENGTHS = USUAL.packed
 
 
 # ------------------------------------------------------------------ cases
@@ -74,6 +86,32 @@ def causal(make: Maker) -> dict[str, Any]:
     return {"causal": True}
 
 
+def documents(make: Maker) -> dict[str, Any]:
+    """Rows that see the keys of their own document, of 150 keys."""
+    start = torch.arange(make.case.sq, device=make.device) // 150 * 150
+    return {"key_range": (start[None], start[None] + 150)}
+
+
+def any_ranges(make: Maker) -> dict[str, Any]:
+    c = make.case
+    start = make.integers(-100, c.sk, c.batch, c.sq)
+    return {"key_range": (start, start + make.integers(-50, c.sk, c.batch, c.sq))}
+
+
+def sanitized_cases() -> Iterator[Case]:
+    """One small case of each kind of kernel, for compute-sanitizer."""
+    small = {"batch": 1, "heads": 2, "kv_heads": 1, "sq": 300}
+    yield dense("causal", causal, **small)
+    yield dense("three consumers", None, **{**small, "sq": 1100}, head_dim=64)
+    yield dense("window, D256", lambda make: {"window_size": (70, 20)}, **small, head_dim=256)
+    yield dense("ranges", any_ranges, **small)
+    yield dense("D96, sinks and all", features()["all"], **small, head_dim=96)
+    yield dense("few rows", causal, batch=17, sq=5, sk=150, heads=8, kv_heads=2)
+    lengths = ((100, 100), (0, 7), (3, 0), (130, 257))
+    for name, options in (("packed", None), ("packed, causal", causal)):
+        yield dense(name, options, **small, layout="packed", lengths=lengths)
+
+
 def plain_cases() -> Iterator[Case]:
     for d in (128, 64, 256):
         for options, mask in ((None, "full"), (causal, "causal")):
@@ -91,8 +129,8 @@ def plain_cases() -> Iterator[Case]:
     yield from (case for case in CASES if case.layout == "dense")
 
 
-def feature_cases() -> Iterator[Case]:
-    features: dict[str, Any] = {
+def features() -> dict[str, Callable[[Maker], dict[str, Any]]]:
+    return {
         "window 100, 20": lambda make: {"window_size": (100, 20)},
         "window 300, causal": lambda make: {"window_size": (300, None), "causal": True},
         "window 0, 0": lambda make: {"window_size": (0, 0)},
@@ -106,17 +144,25 @@ def feature_cases() -> Iterator[Case]:
         "sinks": lambda make: {"sinks": make.normal(make.case.heads), "causal": True},
         "scale 3": lambda make: {"scale": 3.0},
         "scale -0.2": lambda make: {"scale": -0.2, "causal": True},
+        "documents": documents,
+        "documents, causal": lambda make: {**documents(make), "causal": True},
+        "any ranges": any_ranges,
+        "few": lambda make: {**any_ranges(make), "sinks": make.normal(make.case.heads)},
         "all": lambda make: {
             "causal": True,
             "window_size": (190, None),
+            "key_range": any_ranges(make)["key_range"],
             "alibi_slopes": make.normal(make.case.heads).abs(),
             "softcap": 4.0,
             "sinks": make.normal(make.case.heads),
             "scale": 0.3,
         },
     }
+
+
+def feature_cases() -> Iterator[Case]:
     for d in (128, 64, 256):
-        for name, options in features.items():
+        for name, options in features().items():
             yield dense(f"{name}, D{d}", options, head_dim=d, sq=777, sk=1033)
 
 
@@ -143,10 +189,52 @@ def shape_cases() -> Iterator[Case]:
         yield dense(f"Sq {sq}, Sk {sk}, causal", causal, sq=sq, sk=sk)
     for heads, kv_heads in ((8, 1), (6, 2), (5, 5), (32, 8)):
         yield dense(f"heads {heads}/{kv_heads}", causal, sq=321, heads=heads, kv_heads=kv_heads)
+    few = {"batch": 70, "sk": 700, "heads": 8, "kv_heads": 2}
+    for sq in (1, 7, 20, 30):
+        yield dense(f"few rows, {sq}", causal, sq=sq, **few)
+        yield dense(f"few rows, {sq}, window", lambda make: {"window_size": (50, 3)}, sq=sq, **few)
+        yield dense(f"few rows, {sq}, all", features()["few"], sq=sq, **few, head_dim=64)
+    yield dense("few rows, 64 heads", causal, sq=3, sk=300, batch=9, heads=64, kv_heads=1)
+    yield dense("few rows, D256", causal, sq=9, **few, head_dim=256)
     yield dense("many heads", causal, sq=140, batch=50, heads=40, kv_heads=8, head_dim=64)
 
 
+def packed_cases() -> Iterator[Case]:
+    options: dict[str, Any] = {
+        "": None,
+        ", causal": causal,
+        ", causal, top-left": lambda make: {"causal": True, "align": "top-left"},
+        ", window": lambda make: {"window_size": (100, 20)},
+        ", all": lambda make: {
+            "causal": True,
+            "window_size": (190, None),
+            "alibi_slopes": make.normal(len(make.case.lengths), make.case.heads).abs(),
+            "softcap": 4.0,
+            "sinks": make.normal(make.case.heads),
+        },
+    }
+    lengths: dict[str, tuple[tuple[int, int], ...]] = {
+        "mixed": tuple((n, n) for n in (700, 1, 0, 128, 129, 1100, 64, 63, 0, 2)),
+        "crossed": ((5, 300), (0, 70), (400, 130), (33, 0), (128, 128), (1, 1), (257, 512)),
+        "many": tuple((n % 7, n % 5) for n in range(300)),
+        "empty": ((0, 0), (0, 9), (4, 0)),
+    }
+    for kind, these in lengths.items():
+        for name, given in options.items():
+            for d in (128, 64, 256):
+                yield dense(
+                    f"packed, {kind}{name}, D{d}",
+                    given,
+                    head_dim=d,
+                    layout="packed",
+                    lengths=these,
+                )
+    yield from (case for case in CASES if case.layout == "packed")
+
+
 CASES_OF: dict[str, Callable[[], Iterator[Case]]] = {
+    "packed": packed_cases,
+    "sanitize": sanitized_cases,
     "plain": plain_cases,
     "features": feature_cases,
     "shapes": shape_cases,
@@ -284,6 +372,10 @@ def odd_checks() -> Iterator[Check]:
     yield Check("chosen without being asked for", chosen)
     yield Check("strides of (B, H, S, D) and of slices", strided)
     yield Check("NaN in keys that no row sees", hidden_nan)
+    yield Check("NaN in keys that a key_range hides", hidden_by_ranges)
+    yield Check("packed like one by one, beside NaN", packed_beside_nan)
+    yield Check("packed, strides of one tensor", packed_strides)
+    yield Check("packed, replayed with other lengths", packed_replayed)
     yield Check("large logits", large_logits)
     yield Check("gradients, continued by Triton", gradients)
     yield Check("more than 65,535 heads", many_heads)
@@ -338,6 +430,84 @@ def hidden_nan() -> str:
             t.fill_(float("nan"))
             t[:, seen] = kept
         wrong.append(same(attend(q, k, v, **options), clean))
+    return "; ".join(filter(None, wrong))
+
+
+def hidden_by_ranges() -> str:
+    """Between documents that are seen lie others, of NaN."""
+    wrong = []
+    start = torch.arange(600, device="cuda") // 40 * 80
+    ranges = (start[None], start[None] + 40)
+    for options in ({}, {"causal": True}):
+        q, k, v = normal(2, 600, 4, 128), normal(2, 1200, 4, 128), normal(2, 1200, 4, 128)
+        clean = attend(q, k, v, key_range=ranges, **options)
+        for t in (k, v):
+            t.view(2, 15, 80, 4, 128)[:, :, 40:] = float("nan")
+        wrong.append(same(attend(q, k, v, key_range=ranges, **options), clean))
+    return "; ".join(filter(None, wrong))
+
+
+def cumulative(
+    lengths: Sequence[int], dtype: torch.dtype = torch.int32, device: str = "cuda"
+) -> Tensor:
+    return torch.tensor([0, *itertools.accumulate(lengths)], device=device, dtype=dtype)
+
+
+def attend_packed(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, **options: Any) -> Tensor:
+    with torch.no_grad():
+        return tilewise.attention_varlen(q, k, v, cu, cu, backend="hopper", **options)
+
+
+def packed_beside_nan() -> str:
+    """Sequences on their own give the same; every other is NaN, and so are tokens past the last."""
+    wrong = []
+    lengths = (300, 17, 1000, 0, 64, 129, 513)
+    cu = cumulative(lengths, torch.int64)
+    bounds = cu.tolist()
+    for options in ({}, {"causal": True}, {"window_size": (100, 7)}):
+        q, k, v = (normal(bounds[-1] + 70, 4, 128) for _ in range(3))
+        for i in range(1, len(lengths), 2):
+            for t in (k, v):
+                t[bounds[i] : bounds[i + 1]] = float("nan")
+        for t in (q, k, v):
+            t[bounds[-1] :] = float("nan")
+        with poisoned():
+            out = attend_packed(q, k, v, cu, **options)
+        for i in range(0, len(lengths), 2):
+            part = slice(bounds[i], bounds[i + 1])
+            alone = attend(*(t[None, part].contiguous() for t in (q, k, v)), **options)
+            off = (out[part].float() - alone[0].float()).norm() / alone.float().norm()
+            if not off < 5e-3:
+                wrong.append(f"{options}, sequence {i}: {off:.1e}")
+        if out[bounds[-1] :].abs().max() != 0:
+            wrong.append(f"{options}: tokens of no sequence are not 0")
+    return "; ".join(wrong)
+
+
+def packed_strides() -> str:
+    cu = cumulative((100, 400, 30))
+    q, k, v = normal(530, 3, 4, 128).unbind(1)
+    plain = attend_packed(*(t.contiguous() for t in (q, k, v)), cu, causal=True)
+    across = [t.transpose(0, 1).contiguous().transpose(0, 1) for t in (q, k, v)]
+    return "; ".join(
+        filter(
+            None, (same(attend_packed(*ts, cu, causal=True), plain) for ts in ((q, k, v), across))
+        )
+    )
+
+
+def packed_replayed() -> str:
+    """Lengths are read on the device: a graph follows them."""
+    q, k, v = (normal(2000, 8, 128) for _ in range(3))
+    cu = cumulative((1000, 500, 500))
+    replay, out = graphed(lambda: attend_packed(q, k, v, cu, causal=True))
+    wrong = []
+    for lengths in ((1000, 500, 500), (1, 1999, 0), (0, 100, 1200)):
+        cu.copy_(cumulative(lengths))
+        out.fill_(float("nan"))
+        replay()
+        torch.cuda.synchronize()
+        wrong.append(same(out, attend_packed(q, k, v, cu, causal=True)))
     return "; ".join(filter(None, wrong))
 
 
@@ -424,39 +594,57 @@ def compiled() -> str:
 
 def compile_all(parts: list[str]) -> None:
     """Compiles what the parts will need, by all processors."""
-    jobs = {}
-    for part in parts:
-        for case, dtype in served_cases(part) if part in CASES_OF else ():
-            jobs[part, str(case), dtype] = make_call(case, dtype).problem()
-    for d, s, flag in cells():
-        q = torch.empty(1, s, 2, d, dtype=torch.bfloat16)
-        jobs["speed", f"{d} {s} {flag}", q.dtype] = tilewise.api.problem_of(q, q, q, causal=flag)
-    distinct = {what_it_takes(problem): problem for problem in jobs.values()}
-    log(f"compiling {len(distinct)} kernels for {len(jobs)} cases")
+    distinct = {}
+    for problem, variant in what_is_needed(parts):
+        with varied(variant):
+            if hopper._plan(problem).shared_bytes <= hopper._SHARED_BYTES:
+                distinct[what_it_takes(problem), hopper.TRY] = (problem, variant)
+    log(f"SUMMARY compiling {len(distinct)} kernels, those of {', '.join(parts)}")
     started = time.monotonic()
-    with multiprocessing.get_context("fork").Pool(min(len(distinct), os.cpu_count() or 1)) as pool:
+    with multiprocessing.get_context("fork").Pool(os.cpu_count()) as pool:
         for line in pool.imap_unordered(compile_one, distinct.values()):
             if line:
                 log(line)
     log(f"compiled in {time.monotonic() - started:.0f} s")
 
 
+def what_is_needed(parts: list[str]) -> Iterator[tuple[Problem, Variant]]:
+    for part in parts:
+        for case, dtype in served_cases(part) if part in CASES_OF else ():
+            yield make_call(case, dtype).problem(), Variant()
+    if "speed" in parts:
+        for d, s, flag in cells():
+            q = torch.empty(1, s, 2, d, dtype=torch.bfloat16)
+            yield tilewise.api.problem_of(q, q, q, causal=flag), Variant()
+    if "variants" in parts:
+        for cell in variant_cells():
+            problem = tilewise.api.problem_of(**cell.arguments("cpu"))
+            for variant in cell.tried(problem).values():
+                yield problem, variant
+
+
 def what_it_takes(problem: Problem) -> tuple[Any, ...]:
     """What a compiled kernel depends on."""
     s, plan = problem.scores, hopper._plan(problem)
-    first, _, _, last = problem.bounds(0, problem.q.shape[1])
+    rest = None
+    if problem.packed is None:
+        first, last = hopper._seen_keys(problem)
+        rest = (last - first) % plan.block_k != 0
     tensors = (None if t is None else t.dtype for t in (problem.q, s.alibi_slopes, s.sinks))
-    structure = (side is None for side in twins.sides(problem))
+    ends = (*twins.sides(problem), problem.key_range)
+    structure = (end is None for end in ends)
     folded = s.softcap is None and s.alibi_slopes is None and 0 < s.scale * twins.LOG2E <= 1
-    return plan, (last - first) % plan.block_k != 0, *tensors, *structure, s.softcap is None, folded
+    return plan, rest, *tensors, *structure, s.softcap is None, folded
 
 
-def compile_one(problem: Problem) -> str:
+def compile_one(job: tuple[Problem, Variant]) -> str:
     from tilewise.tuning import compiling
 
+    problem, variant = job
     target = compiling.cuda_target(90)
     try:
-        (kernel,) = compiling.compile_problem(problem, target, False, "hopper")
+        with varied(variant):
+            *_, kernel = compiling.compile_problem(problem, target, False, "hopper")
     except Exception as error:
         return f"NOT COMPILED {hopper.config(problem)}: {error!r:.500}"
     found = compiling.report(kernel, target)
@@ -572,32 +760,215 @@ def speed(folder: Path) -> None:
     log(f"SUMMARY matmul 8192³: {2 * 8192**3 / milliseconds(lambda: a @ a) * 1e-9:.0f}")
 
 
-def variants() -> None:
-    """Other plans than the chosen one, by teraflops a second."""
-    chosen_plan = hopper._plan
-    for d, s, flag in cells():
-        b, h = 16384 // s, 2048 // d
-        q, k, v = (normal(b, s, h, d) for _ in range(3))
-        plan = chosen_plan(tilewise.api.problem_of(q, k, v, causal=flag))
-        tried = {"chosen": plan, "dealt or drawn": plan._replace(dynamic=not plan.dynamic)}
-        tried["q stages"] = plan._replace(q_stages=3 - plan.q_stages)
-        if d == 64:
-            tried["groups"] = plan._replace(groups=5 - plan.groups)
-        flops = 4.0 * b * h * s * s * d / (2 if flag else 1)
-        graphs = {}
-        for name, other in tried.items():
-            if other.shared_bytes > hopper._SHARED_BYTES:
-                continue
-            hopper._plan = lambda problem, p=other: p  # type: ignore[assignment]
-            with watched(f"variant {d} {s} {flag} {name}"):
-                graphs[name], _ = graphed(lambda: attend(q, k, v, causal=flag))  # noqa: B023
-        hopper._plan = chosen_plan
-        times = {
-            name: sorted(milliseconds(replay) for _ in range(3))[1]
-            for name, replay in graphs.items()
+class Cell(NamedTuple):
+    """Sizes and options of a call whose speed is looked at."""
+
+    name: str
+    d: int
+    s: int
+    heads: int
+    kv_heads: int
+    options: dict[str, Any]
+    pairs: float  # of query and key that are seen, per head
+    lengths: tuple[int, ...] = ()
+    rows: int = 0  # queries, if not as many as keys
+    tokens: int = 16384
+    only: tuple[str, ...] = ()  # the variants of interest, if not all
+
+    def tried(self, problem: Problem) -> dict[str, Variant]:
+        every = variants_of(problem)
+        return {name: every[name] for name in self.only or every if name in every}
+
+    def shapes(self) -> Iterator[tuple[int, ...]]:
+        batch = self.tokens // self.s if self.s else 0
+        for h, n in ((self.heads, self.rows), (self.kv_heads, 0), (self.kv_heads, 0)):
+            tokens = (sum(self.lengths),) if self.lengths else (batch, n or self.s)
+            yield *tokens, h, self.d
+
+    def arguments(self, device: str) -> dict[str, Any]:
+        q, k, v = (torch.empty(shape, dtype=HALF[0], device=device) for shape in self.shapes())
+        if device == "cuda":
+            q, k, v = (normal(*shape) for shape in self.shapes())
+        packed = {}
+        if self.lengths:
+            cu = cumulative(self.lengths, device=device)
+            packed = {"cu_seqlens_q": cu, "cu_seqlens_k": cu}
+            packed |= dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), max(self.lengths))
+        return {"q": q, "k": k, "v": v, **packed, **self.options}
+
+    def fa3_options(self) -> dict[str, Any]:
+        left, _ = self.options.get("window_size", (None, None))
+        window = {} if left is None else {"window_size_left": left, "window_size_right": 0}
+        return {
+            "softmax_scale": self.d**-0.5,
+            "is_causal": "causal" in self.options and not window,
+            "num_splits": 1,
+            **window,
         }
-        rates = {name: round(flops / t * 1e-9) for name, t in times.items()}
-        log(f"D{d} S{s} {'causal' if flag else 'full'}: {rates}")
+
+    @property
+    def flops(self) -> float:
+        times = 1 if self.lengths else self.tokens / self.s
+        return 4.0 * times * self.heads * self.pairs * self.d
+
+
+def variant_cells() -> Iterator[Cell]:
+    for d, s, flag in (
+        (128, 1024, True),
+        (128, 4096, True),
+        (128, 16384, True),
+        (128, 4096, False),
+        (128, 16384, False),
+        (64, 4096, True),
+        (256, 4096, True),
+    ):
+        name = f"D{d} S{s} {'causal' if flag else 'full'}"
+        options = {"causal": True} if flag else {}
+        yield Cell(name, d, s, 2048 // d, 2048 // d, options, s * s / (2 if flag else 1))
+    for d in (96, 192):
+        yield Cell(
+            f"D{d} S4096 causal", d, 4096, 2048 // d, 2048 // d, {"causal": True}, 4096**2 / 2
+        )
+    some = ("chosen", "one warp loads", "one warp loads, fence", "fence", "section / 2", "q stages")
+    yield Cell("GQA 32/8", 128, 4096, 32, 8, {"causal": True}, 4096**2 / 2, only=some)
+    pairs = 16384 * 1024 - 1024 * 1023 / 2
+    window = {"causal": True, "window_size": (1023, None)}
+    yield Cell("window 1024", 128, 16384, 16, 16, window, pairs, only=some)
+    pairs, few = 16.0 * 4096, ("chosen", "heads apart", "one warp loads")
+    yield Cell("16 rows, 32/8", 128, 4096, 32, 8, {"causal": True}, pairs, (), 16, 2**17, few)
+    for flag in (False, True):
+        pairs = sum(n * n for n in PACKED_LENGTHS) / (2 if flag else 1)
+        name = f"packed {'causal' if flag else 'full'}"
+        options = {"causal": True} if flag else {}
+        yield Cell(name, 128, 0, 16, 16, options, pairs, PACKED_LENGTHS, only=some)
+
+
+class Variant(NamedTuple):
+    """What is changed of a plan, of a walk's section (a factor), and the switches of the kernel."""
+
+    plan: Mapping[str, Any] = MappingProxyType({})
+    section: float = 1.0
+    switches: int = 1
+
+
+def variants_of(problem: Problem) -> dict[str, Variant]:
+    plan = hopper._plan(problem)
+    tried = {
+        "chosen": Variant(),
+        # exps that do not wait for P V: −2 … +3 %; D = 64 without: −5 %.
+        "fence": Variant({"fenced": not plan.fenced}),
+        # No barriers and a quarter of the instructions in the producer: 0 … +3 %.
+        "one warp loads": Variant(switches=3),
+        "one warp loads, fence": Variant({"fenced": not plan.fenced}, switches=3),
+        # +2 % at 1k, ±0 above.
+        "q stages": Variant({"q_stages": 3 - plan.q_stages}),
+        # −2 % causal (uneven), ±0 full.
+        "dealt or drawn": Variant({"dynamic": not plan.dynamic}),
+    }
+    if plan.dynamic and (plan.groups, plan.block_k) == (2, 128):
+        # S 1k causal −4 %, 4k −1 %, 16k 0.
+        tried["first block whole"] = Variant(switches=0)
+    if plan.dynamic:
+        # Fewer heads at a time, whose keys each half of the L2 can hold: 16k +2 %, else 0.
+        tried |= {"section / 2": Variant(section=0.5), "section / 4": Variant(section=0.25)}
+        # −1 … −3 %.
+        tried["section · 4"] = Variant(section=4.0)
+    if (plan.d, plan.dv) != (plan.block_d, plan.block_dv):
+        # A third more to multiply: D = 96 −10 %, 192 −20 %.
+        tried["padded"] = Variant({"d": plan.block_d, "dv": plan.block_dv})
+    if plan.heads > 1:
+        # Four times the tiles, as much to load of each: −60 %.
+        tried["heads apart"] = Variant({"heads": 1})
+    if plan.block_d == 64:
+        tried["groups"] = Variant({"groups": 5 - plan.groups})
+        tried["groups, fence"] = Variant({"groups": 5 - plan.groups, "fenced": False})
+    if plan.block_d == 128:
+        # A third less is loaded, rescaled twice as often: −5 … +5 % at 16k, worse at 1k.
+        tried["192 rows, 64 keys"] = Variant({"groups": 3, "block_k": 64, "stages": 3})
+    return tried
+
+
+@contextmanager
+def varied(variant: Variant) -> Iterator[None]:
+    """Within the block calls are computed in another way than the chosen one."""
+    from tilewise.kernels import launch
+
+    chosen_plan, chosen_order, switches = hopper._plan, hopper._order, hopper.TRY
+
+    def order(*arguments: Any) -> Any:
+        spec, walk = chosen_order(*arguments)
+        return spec, walk._replace(
+            section=max(1, min(walk.heads, int(walk.section * variant.section)))
+        )
+
+    def forget() -> None:
+        launch._ready.clear()
+        getattr(hopper, "_plans", {}).clear()
+
+    hopper._plan = lambda problem: chosen_plan(problem)._replace(**variant.plan)  # type: ignore[assignment]
+    hopper._order, hopper.TRY = order, variant.switches  # type: ignore[assignment]
+    forget()
+    try:
+        yield
+    finally:
+        hopper._plan, hopper._order, hopper.TRY = chosen_plan, chosen_order, switches  # type: ignore[assignment]
+        forget()
+
+
+def prototypes() -> Any:
+    """The forward prototype, if it was brought along: gfwd.py and gfwd2.py in a folder prototypes."""
+    folder = Path(__file__).parents[1] / "prototypes"
+    if not folder.exists():
+        return None
+    sys.path.insert(0, str(folder))
+    import gfwd2
+
+    return gfwd2
+
+
+def variants() -> None:
+    """Other plans than the chosen one, by teraflops a second and ratio to FlashAttention-3."""
+    fa3, other = flash_attention_3(), prototypes()
+    for cell in variant_cells():
+        try:
+            with watched(f"variants of {cell.name}", 2 * PATIENCE):
+                vary(cell, fa3, other)
+        except Exception as error:
+            log(f"WRONG variants of {cell.name}: {error!r:.600}")
+
+
+def vary(cell: Cell, fa3: Any, other: Any) -> None:
+    arguments = cell.arguments("cuda")
+    q, k, v = (arguments[name] for name in ("q", "k", "v"))
+    graphs = {}
+    if fa3 is not None:
+        options = cell.fa3_options()
+        options |= {name: arguments[name] for name in arguments if "seqlen" in name}
+        graphs["fa3"] = graphed(lambda: fa3.fwd(q, k, v, **options)[0])
+    plain = not (cell.lengths or cell.rows or "window_size" in cell.options)
+    if other is not None and plain and cell.d in (64, 128, 256):
+        plan = other.config(cell.d, bool(cell.options), QBUF=2 if cell.s <= 1024 else 1)
+        place = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+        given = (q, k, v, cell.d**-0.5, bool(cell.options), plan)
+        graphs["prototype"] = graphed(lambda: other.fwd(*given, out=place)[0])
+    problem = tilewise.api.problem_of(**arguments)
+    attend_any = tilewise.attention_varlen if cell.lengths else tilewise.attention
+    ours = torch.no_grad()(functools.partial(attend_any, **arguments, backend="hopper"))
+    for name, variant in cell.tried(problem).items():
+        with varied(variant):
+            if hopper._plan(problem).shared_bytes <= hopper._SHARED_BYTES:
+                graphs[name] = graphed(ours)
+    times: dict[str, list[float]] = {name: [] for name in graphs}
+    for _ in range(3):
+        for name, (replay, _) in graphs.items():
+            times[name].append(milliseconds(replay))
+    rates = {name: cell.flops / sorted(t)[1] * 1e-9 for name, t in times.items()}
+    log(f"D{cell.d} variants of {cell.name}:")
+    wanted = graphs["chosen"][1].float()
+    for name, rate in rates.items():
+        off = float((graphs[name][1].float() - wanted).norm() / wanted.norm())
+        beside = f"{rate / rates['fa3']:.3f}" if "fa3" in rates else ""
+        log(f"D   {name:20} {rate:5.0f} {beside}{'' if off < 5e-3 else f' WRONG {off:.1e}'}")
 
 
 def launch_cost() -> None:
@@ -627,14 +998,14 @@ def log(text: str) -> None:
 
 
 @contextmanager
-def watched(name: str) -> Iterator[None]:
+def watched(name: str, patience: float = PATIENCE) -> Iterator[None]:
     """Ends the process when the block takes too long: a kernel that hangs cannot be interrupted."""
 
     def give_up() -> None:
         log(f"HUNG {name}")
         os._exit(3)
 
-    timer = threading.Timer(PATIENCE, give_up)
+    timer = threading.Timer(patience, give_up)
     timer.start()
     try:
         yield
@@ -649,7 +1020,7 @@ def check(part: str) -> None:
         log(f"{part}: {item.name} …")
         count += 1
         try:
-            with watched(item.name):
+            with watched(item.name, 20 * PATIENCE if part == "sanitize" else PATIENCE):
                 found = item.run()
                 torch.cuda.synchronize()
         except Exception as error:

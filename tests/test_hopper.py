@@ -37,6 +37,7 @@ def reasons(q, k, v, **options):
         {},
         {"causal": True, "align": "top-left"},
         {"window_size": (5, 2)},
+        {"key_range": (torch.zeros(2, 1).int(), torch.ones(2, 1).int())},
         {"alibi_slopes": torch.ones(2, 4), "softcap": 3.0, "sinks": torch.ones(4), "scale": -2.0},
     ],
 )
@@ -60,7 +61,6 @@ def test_serves_strides_as_they_are():
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"key_range": (torch.zeros(2, 1).int(), torch.ones(2, 1).int())}, "key_range: not served"),
         ({"mask": torch.ones(200, 300).bool()}, "mask: not served"),
         ({"bias": torch.ones(200, 300)}, "bias: not served"),
         ({"dropout_p": 0.5, "dropout_seed": 1}, "dropout: not served"),
@@ -101,14 +101,56 @@ def test_every_reason_at_once():
     assert "compute capability 9.0" in str(error.value)
 
 
-def test_packed_and_paged_are_refused():
+def test_packed_is_served_and_pages_are_not():
     q, k, v = (torch.zeros(10, 2, 64, dtype=BF16) for _ in range(3))
     cu = torch.tensor([0, 4, 10])
-    assert reasons(q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu) == ["packed sequences: not served"]
+    assert not reasons(q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu)
+    ranges = (torch.zeros(10).int(), torch.ones(10).int())
+    (reason,) = reasons(q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu, key_range=ranges)
+    assert reason == "key_range of packed sequences: not served"
+    (reason,) = reasons(q, k[:0], v[:0], cu_seqlens_q=cu, cu_seqlens_k=cu * 0)
+    assert reason == "no row sees a key"
     pages = torch.zeros(4, 8, 2, 64, dtype=BF16)
     table, used = torch.zeros(1, 2).int(), torch.ones(1).int()
     paged = problem_of(q[None], pages, pages, page_table=table, seqused_k=used)
     assert hopper.unsupported(paged)[1:] == ["pages: not served"]
+
+
+def test_values_that_no_row_sees_are_zeros():
+    q, k, v = (torch.ones(2, n, 2, 8) for n in (5, 9, 9))
+    start = torch.tensor([[0, 0, 7, 3, 8], [4, 4, 4, 9, 20]])
+    end = torch.tensor([[2, 1, 9, 3, 8], [6, 5, 3, 99, 30]])
+    v[:, 4] = float("nan")
+    problem = problem_of(q, k, v, key_range=(start, end))
+    kept = hopper._seen_values(problem)
+    lo, hi = problem.interval(0, 5)
+    keys = torch.arange(9)[:, None]
+    seen = ((lo[:, None] <= keys) & (keys < hi[:, None])).any(-1)
+    assert seen.sum(1).tolist() == [4, 2]
+    assert (kept[~seen] == 0).all()
+    assert torch.equal(kept[seen].isnan(), v[seen].isnan())
+    assert (kept[seen].nan_to_num(1) == 1).all()
+    problem = problem_of(q, k, v, key_range=(start[:1, :1], end[:1, :1]), causal=True)
+    assert hopper._seen_values(problem)[:, :, 0, 0].tolist() == [[1.0, 1.0] + 7 * [0.0]] * 2
+
+
+def test_a_clipped_view_begins_and_ends_anywhere():
+    """Its coordinates of row r of a sequence: the address is that of the row, and the end is at the end."""
+    end = 2**30
+    for t in (torch.zeros(700, 4, 64, dtype=BF16), torch.zeros(700, 3, 4, 72, dtype=BF16)[:, 1]):
+        view = hopper._clipped(t, 64, 1, 64)
+        assert view.block_shape == [1, 1, 64, 1, 64]
+        for start, length, row in ((0, 700, 0), (0, 1, 0), (100, 30, 29), (699, 1, 0), (5, 90, 64)):
+            at = [end, start + length, end - length + row, 3, 0]
+            offset = sum(i * step for i, step in zip(at, view.strides, strict=True))
+            assert (
+                2 * offset % 2**64
+                == 2 * t[start + row, 3].storage_offset() - 2 * t.storage_offset()
+            )
+            assert at[2] < view.shape[2] <= at[2] + length - row
+            assert all(i < n for i, n in zip(at, view.shape, strict=True))
+        assert all(step % 8 == 0 and 2 * step < 2**40 for step in view.strides[:-1])
+        assert all(n <= 2**31 for n in view.shape)
 
 
 @pytest.mark.parametrize("version", ["3.6.0", "3.7.1", "3.9.0+git1"])
@@ -152,15 +194,53 @@ def test_every_plan_fits(d, dv):
         assert plan.shared_bytes <= hopper._SHARED_BYTES
         assert plan.groups in hopper._REGISTERS
         assert hopper.config(problem)["rows"] == 64 * plan.groups
+        assert hopper.config(problem)["heads"] == plan.heads == 1
+
+
+def test_products_of_three_quarters():
+    """Not of all columns that memory has to have."""
+    wanted = {40: (64, 64), 64: (64, 64), 72: (128, 96), 96: (128, 96), 104: (128, 128)}
+    wanted |= {136: (256, 192), 192: (256, 192), 200: (256, 256), 256: (256, 256)}
+    for width, (held, used) in wanted.items():
+        q, v = torch.empty(1, 70, 1, 128, dtype=BF16), torch.empty(1, 70, 1, width, dtype=BF16)
+        plan = hopper._plan(problem_of(q, q, v))
+        assert (plan.block_d, plan.d, plan.block_dv, plan.dv) == (128, 128, held, used)
+        plan = hopper._plan(problem_of(v, v, q))
+        assert (plan.block_d, plan.d, plan.block_dv, plan.dv) == (held, used, 128, 128)
+    kernels = pytest.importorskip("tilewise.kernels.hopper_pipeline")
+    assert [kernels.parts_of(n) for n in (64, 96, 128, 192, 256)] == [1, 2, 1, 2, 1]
+    for columns in (64, 96, 128, 192, 256):
+        parts = range(kernels.parts_of(columns))
+        widths = [kernels.part_width(columns, i) for i in parts]
+        assert [kernels.part_start(columns, i) for i in parts] == [0, *widths[:-1]]
+        assert sum(widths) == columns
+
+
+def test_heads_share_tiles_where_there_are_few_rows():
+    def heads(b, sq, hq, hkv, **options):
+        q, k = (
+            torch.empty(b, n, h, 128, dtype=BF16, device="meta") for n, h in ((sq, hq), (5000, hkv))
+        )
+        plan = hopper._plan(problem_of(q, k, k, **options))
+        assert plan.rows * plan.heads == 64 * plan.groups
+        return plan.heads
+
+    assert heads(16, 1, 32, 8) == 4
+    assert heads(16, 60, 32, 8, causal=True) == 4
+    assert heads(16, 1, 64, 1) == 64
+    assert heads(16, 1, 24, 8) == heads(16, 1, 128, 1) == 1, "64 rows are not of so many heads"
+    assert heads(16, 100, 32, 8) == heads(16, 1, 32, 32) == 1
+    assert heads(4, 1, 32, 8) == 1, "all are worked on at once, as they are"
 
 
 def test_sections_hold_all_heads_evenly():
     for b, hq, hkv, s in ((1, 1, 1, 100), (4, 16, 16, 4096), (2, 48, 8, 32768), (300, 8, 1, 512)):
         q, k = (torch.empty(b, s, h, 128, dtype=BF16, device="meta") for h in (hq, hkv))
         problem = problem_of(q, k, k, causal=True)
-        walk = hopper._order(problem, hopper._plan(problem)._replace(dynamic=False), 128)[1]
-        assert (walk.tiles, walk.section) == (-(-s // 128) * b * hq, 1)
-        _, walk = hopper._order(problem, hopper._plan(problem), 128)
+        walk = hopper._order(problem, hopper._plan(problem)._replace(dynamic=False))[1]
+        assert (walk.per_head, walk.heads, walk.section) == (-(-s // 128), b * hq, 1)
+        assert hopper._most_tiles(problem, hopper._plan(problem)) == walk.per_head * walk.heads
+        _, walk = hopper._order(problem, hopper._plan(problem))
         sections = -(-walk.heads // walk.section)
         assert walk.heads - (sections - 1) * walk.section > walk.section // 2
         kv_bytes = s * 2 * 128 * 2
@@ -170,14 +250,15 @@ def test_sections_hold_all_heads_evenly():
 
 def test_a_tensor_that_starts_anywhere_is_moved():
     t = torch.randn(2 * 30 * 4 * 64 + 3).bfloat16()[3:].view(2, 30, 4, 64)
-    view = hopper._view(t, 64, 64)
+    view = hopper._view(t, 64, 1, 64)
     assert view.base.data_ptr() % 16 == 0
     assert torch.equal(view.base, t)
     assert (view.shape, view.strides) == ([2, 30, 4, 64], [30 * 4 * 64, 4 * 64, 64, 1])
     same = torch.zeros(1, 30, 4, 64, dtype=BF16)
-    assert hopper._view(same, 64, 64).base is same
+    assert hopper._view(same, 64, 1, 64).base is same
     assert (
-        hopper._view(same.as_strided((1, 30, 4, 64), (3, 256, 64, 1)), 64, 64).strides[0] % 8 == 0
+        hopper._view(same.as_strided((1, 30, 4, 64), (3, 256, 64, 1)), 64, 1, 64).strides[0] % 8
+        == 0
     )
 
 
@@ -190,6 +271,10 @@ def test_walk():
     assert done.stdout == "ok\n", done.stderr[-2000:]
 
 
+CU = torch.tensor([0, 100, 300])
+PACKED = {"cu_seqlens_q": CU, "cu_seqlens_k": CU}
+
+
 @pytest.mark.parametrize(
     ("shape", "options", "registers", "spilled"),
     [
@@ -197,17 +282,23 @@ def test_walk():
         ({"sq": 4096, "sk": 4099, "d": 64, "dtype": torch.float16}, {}, 128, 0),
         ({"d": 256}, {"window_size": (100, 20)}, 168, 40),  # none of it in a loop
         (
-            {"d": 96, "dv": 128},
+            {"d": 192, "dv": 96},
             {"alibi_slopes": torch.ones(4), "sinks": torch.ones(4), "softcap": 9.0},
             168,
             0,
         ),
+        ({"sq": 20, "hq": 64, "hkv": 8}, {"causal": True, "sinks": torch.ones(64)}, 168, 16),
+        ({"sq": 300}, {"causal": True, "sinks": torch.ones(4), **PACKED}, 168, 16),
     ],
 )
 def test_compiles(shape, options, registers, spilled):
-    problem = problem_of(*tensors(**shape, b=1), **options)
+    """Without notes on matrix products that run one by one (C75xx), or more spills than were found good."""
+    q, k, v = tensors(**{"b": 4, **shape})
+    if "cu_seqlens_q" in options:
+        q, k, v = q[0], k[0], v[0]
+    problem = problem_of(q, k, v, **options)
     target = compiling.cuda_target(90)
-    (kernel,) = compiling.compile_problem(problem, target, backward=False, backend="hopper")
+    *_, kernel = compiling.compile_problem(problem, target, backward=False, backend="hopper")
     found = compiling.report(kernel, target)
     assert (found.registers, found.notes) == (registers, ())
     assert found.spilled <= spilled

@@ -9,68 +9,141 @@ import random
 import torch
 import triton
 import triton.language as tl
+from interpreter import _hasten
+from triton.runtime import interpreter as runtime
 
 from tilewise.arguments import problem_of
 from tilewise.backends import hopper
-from tilewise.kernels.hopper_walk import blocks_of, work_of
+from tilewise.kernels.hopper_walk import blocks_of, tiles_per_head, work_of
+from tilewise.spec import Problem, sequences
 
-GROUP_ROWS, GROUPS, BLOCK_K = 8, 2, 16
-FIELDS = 8 + 3 * GROUPS
+# Fewer rows than any kernel has, for the interpreter's sake.
+hopper._GROUP_ROWS = GROUP_ROWS = 8
+GROUPS, BLOCK_K = 2, 16
+FIELDS = 8 + 4 * GROUPS
 
 
 @triton.jit
 def walk_kernel(
-    out, spec, walk, GROUP_ROWS: tl.constexpr, GROUPS: tl.constexpr, BLOCK_K: tl.constexpr
+    out,
+    spec,
+    walk,
+    GROUP_ROWS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    HEADS: tl.constexpr,
 ):
+    """out: (tiles or more, FIELDS)."""
     number = tl.program_id(0)
-    out += number * (8 + 3 * GROUPS)
-    work = work_of(number, walk, spec, GROUP_ROWS * GROUPS, BLOCK_K)
-    tl.store(out, work.at.batch)
+    per_head = tiles_per_head(walk, spec)
+    if number >= per_head * walk.heads:
+        return
+    out += number * (8 + 4 * GROUPS)
+    within = tl.arange(0, GROUP_ROWS * GROUPS)
+    work = work_of(number, per_head, within, walk, spec, GROUP_ROWS * GROUPS, BLOCK_K, HEADS)
+    tl.store(out, work.at.number)
     tl.store(out + 1, work.head)
     tl.store(out + 2, work.kv_head)
     tl.store(out + 3, work.at.tile_start)
     tl.store(out + 4, work.first)
     tl.store(out + 5, work.blocks)
+    tl.store(out + 6, work.at.start_q)
+    tl.store(out + 7, work.at.start_k)
     for group in tl.static_range(GROUPS):
-        blocks = blocks_of(work.at.tile_start + group * GROUP_ROWS, work, spec, GROUP_ROWS, BLOCK_K)
-        tl.store(out + 8 + 3 * group, blocks.full_first)
-        tl.store(out + 9 + 3 * group, blocks.full_last)
-        tl.store(out + 10 + 3 * group, blocks.last)
+        i0 = work.at.tile_start + group * GROUP_ROWS
+        rows = i0 + tl.arange(0, GROUP_ROWS)
+        blocks = blocks_of(rows, i0, work, spec, GROUP_ROWS, BLOCK_K)
+        tl.store(out + 8 + 4 * group, blocks.full_first)
+        tl.store(out + 9 + 4 * group, blocks.full_last)
+        tl.store(out + 10 + 4 * group, blocks.last)
+        tl.store(out + 11 + 4 * group, blocks.width)
 
 
-def check(b: int, sq: int, sk: int, hq: int, hkv: int, section: int, **options: object) -> None:
+def walked(problem: Problem, section: int, heads: int = 1) -> list[list[int]]:
+    """The fields of the tiles of a problem, in the order of the walk."""
+    plan = hopper._Plan(GROUPS, BLOCK_K, 64, 64, 64, 64, 2, 1, False, heads=heads)
+    spec, walk = hopper._order(problem, plan)
+    walk = walk._replace(section=min(section, walk.heads), drawn=None)
+    most = hopper._most_tiles(problem, plan)
+    got = torch.full((most, FIELDS), -1, dtype=torch.int32)
+    walk_kernel[(most,)](got, spec, walk, GROUP_ROWS // heads, GROUPS, BLOCK_K, heads)
+    tiles: list[list[int]] = got.tolist()
+    return [tile for tile in tiles if tile[0] >= 0]
+
+
+def check(
+    b: int, sq: int, sk: int, hq: int, hkv: int, section: int, heads: int = 1, **options: object
+) -> None:
     q, k = torch.empty(b, sq, hq, 8), torch.empty(b, sk, hkv, 8)
     problem = problem_of(q, k, k, **options)
-    first, _, _, last = problem.bounds(0, sq)
+    first, last = hopper._seen_keys(problem)
     if first >= last:
         return
-    plan = hopper._Plan(GROUPS, BLOCK_K, 64, 64, 2, 1, False)
-    spec, walk = hopper._order(problem, plan, GROUPS * GROUP_ROWS)
-    walk = walk._replace(section=min(section, walk.heads), drawn=None)
-    got = torch.full((walk.tiles, FIELDS), -1, dtype=torch.int32)
-    walk_kernel[(walk.tiles,)](got, spec, walk, GROUP_ROWS, GROUPS, BLOCK_K)
-    tiles = got.tolist()
-    starts = range(0, sq, GROUPS * GROUP_ROWS)
-    everywhere = set(itertools.product(range(b), range(hq), starts))
+    tiles = walked(problem, section, heads)
+    starts = range(0, sq, GROUPS * GROUP_ROWS // heads)
+    everywhere = set(itertools.product(range(b), range(0, hq, heads), starts))
     assert sorted((x[0], x[1], x[3]) for x in tiles) == sorted(everywhere), "each tile once"
-    lo, hi = (t[0] - first for t in problem.interval(0, sq))
+    for tile in tiles:
+        check_tile(problem, tile, first, last, GROUP_ROWS // heads)
+
+
+def check_tile(
+    problem: Problem, tile: list[int], first: int, last: int, group_rows: int = GROUP_ROWS
+) -> None:
+    """Of a dense problem's tile, whose keys are counted from `first` and end at `last`: is every key that
+    is seen in a block, and is all of a block seen that is not masked."""
+    sq = problem.q.shape[1]
+    batch, head, kv_head, start, first_key, blocks, _, _, *edges = tile
+    lo, hi = (t[batch if t.shape[0] > 1 else 0] - first for t in problem.interval(0, sq))
     keys = torch.arange(last - first)
-    for batch, head, kv_head, start, first_key, blocks, _, _, *edges in tiles:
-        assert kv_head == head // (hq // hkv), (batch, head, kv_head)
-        for group in range(GROUPS):
-            rows = slice(start + group * GROUP_ROWS, min(sq, start + (group + 1) * GROUP_ROWS))
-            full_first, full_last, end = edges[3 * group : 3 * group + 3]
-            assert 0 <= full_first <= full_last <= end < blocks
-            seen = (keys >= lo[rows, None]) & (keys < hi[rows, None])
-            covered = (keys >= first_key) & (keys < first_key + BLOCK_K * (end + 1))
-            assert not (seen & ~covered).any(), "every key that is seen is in a block"
-            full = slice(first_key + BLOCK_K * full_first, first_key + BLOCK_K * full_last)
-            # The last block is masked whatever it is, and so is one at either end where there is a band.
-            assert full.start == full.stop or (full.stop <= last - first and seen[:, full].all())
+    assert kv_head == head // problem.groups
+    for group in range(GROUPS):
+        rows = slice(start + group * group_rows, min(sq, start + (group + 1) * group_rows))
+        full_first, full_last, end, width = edges[4 * group : 4 * group + 4]
+        assert 0 <= full_first <= full_last <= end < blocks
+        seen = (keys >= lo[rows, None]) & (keys < hi[rows, None])
+        last_key = first_key + BLOCK_K * end + min(width, BLOCK_K)
+        covered = (keys >= first_key) & (keys < last_key)
+        assert not (seen & ~covered).any(), "every key that is seen is in a block"
+        full = slice(first_key + BLOCK_K * full_first, first_key + BLOCK_K * full_last)
+        # The last block is masked whatever it is, and so is one at either end where there is a band.
+        assert full.start == full.stop or (full.stop <= last - first and seen[:, full].all())
+
+
+def check_packed(lengths_q, lengths_k, past: int, hq: int, section: int, **options: object) -> None:
+    """Packed sequences, with tokens past the last that belong to none."""
+    cu_q, cu_k = (
+        torch.tensor([0, *itertools.accumulate(n)], dtype=torch.int64)
+        for n in (lengths_q, lengths_k)
+    )
+    q, k = torch.empty(int(cu_q[-1]) + past, hq, 8), torch.empty(int(cu_k[-1]) + past, hq, 8)
+    problem = problem_of(q, k, k, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, **options)
+    tiles = walked(problem, section)
+    rows = GROUPS * GROUP_ROWS
+    places = {
+        (number, head, start)
+        for number, n in enumerate((*lengths_q, past))
+        for head in range(hq)
+        for start in range(0, n, rows)
+    }
+    assert sorted((x[0], x[1], x[3]) for x in tiles) == sorted(places), "each tile once"
+    taken = [(*lengths_k, 0)[x[0]] for x in tiles if x[1] == 0]
+    assert taken == sorted(taken, reverse=True), "long sequences first"
+    parts = {part.number: part for part in sequences(problem)}
+    for tile in tiles:
+        number, *_, blocks, start_q, start_k = tile[:8]
+        if number == len(lengths_q):
+            assert (blocks, start_q) == (1, cu_q[-1])
+            continue
+        part = parts[number]
+        assert (start_q, start_k) == (part.queries.start, part.keys.start)
+        _, _, _, last = part.problem.bounds(0, part.problem.q.shape[1])
+        check_tile(part.problem, tile, 0, last)
 
 
 def main() -> None:
     choice = random.Random(0)
+    torch.manual_seed(0)
     sides = (None, 0, 1, 7, 20, 200)
     for sq, sk in ((1, 1), (1, 50), (17, 17), (40, 75), (75, 40), (33, 33), (64, 130)):
         for align, left, right in itertools.product(("bottom-right", "top-left"), sides, sides):
@@ -78,8 +151,32 @@ def main() -> None:
                 check(1, sq, sk, 1, 1, 1, align=align, window_size=(left, right))
     for b, hq, hkv, section in ((3, 4, 2, 1), (2, 6, 3, 5), (1, 5, 1, 2), (2, 4, 4, 100)):
         check(b, 40, 40, hq, hkv, section, causal=True)
+    for b, hq, hkv, heads in ((2, 4, 2, 2), (1, 8, 2, 4), (3, 8, 1, 8), (1, 16, 1, 8)):
+        check(b, 13, 40, hq, hkv, 2, heads, causal=True)
+        check(b, 13, 40, hq, hkv, 2, heads, window_size=(5, 3), align="top-left")
+    for b, sq, sk in ((1, 33, 90), (2, 35, 70), (3, 1, 50)):
+        for rows, longest, options in (
+            (sq, 12, {}),
+            (sq, sk, {"causal": True}),
+            (1, sk, {"window_size": (9, None)}),
+            (sq, 1, {}),
+        ):
+            start = torch.randint(-5, sk, (b, rows))
+            key_range = (start, start + torch.randint(-2, longest, (b, rows)))
+            check(b, sq, sk, 1, 1, 2, key_range=key_range, **options)
+    for lengths_q, lengths_k, past in (
+        ((5,), (5,), 0),
+        ((40, 1, 0, 100, 17), (40, 1, 0, 100, 17), 3),
+        ((40, 1, 0, 100, 16, 16), (7, 0, 9, 300, 16, 31), 0),
+        ((0, 0, 33), (0, 5, 33), 20),
+    ):
+        for align, side in (("top-left", None), ("bottom-right", 0), ("top-left", 20)):
+            options = {"align": align, "window_size": (side and 2 * side, side)}
+            check_packed(lengths_q, lengths_k, past, 2, 1, **options)
+    check_packed((3,) * 70, (3,) * 70, 0, 1, 1)
 
 
 if __name__ == "__main__":
+    _hasten(runtime)
     main()
     print("ok")

@@ -31,17 +31,20 @@ LARGEST_HEAD_DIM = 256
 _ALIGNMENT = 16
 _VERSIONS = ((3, 6), (3, 9))
 _GROUP_ROWS = 64
-# Shared memory of a block, and what of it barriers may take.
-_SHARED_BYTES, _BARRIERS = 227 * 1024, 512
+# Shared memory of a block, and what of it barriers and numbers may take.
+_SHARED_BYTES, _BARRIERS = 227 * 1024, 640
 # By the number of consumers: registers of a thread at the start, which fill the multiprocessor, and those
 # that a consumer's has once the producer's gave most of theirs away.
 _REGISTERS = {2: (168, 240), 3: (128, 160)}
 # Of the 50 or 60 MB of L2, what the keys and values may take of the heads that are worked on together.
 _L2_SHARE = 32 * 2**20
+TRY = 1
 # Below so many floating-point operations, some 30 µs, a launch takes longer than the Triton backend does.
 _FEWEST_OPERATIONS = 2**34
 # How many multiprocessors a GPU has that is not here.
 _MULTIPROCESSORS = 132
+# Coordinates of packed tokens are 32-bit.
+_LARGEST_COUNT = 2**30
 
 
 def unsupported(problem: Problem) -> list[str]:
@@ -51,14 +54,13 @@ def unsupported(problem: Problem) -> list[str]:
         reasons.append(f"the dtype must be bfloat16 or float16, got {_name(q.dtype)}")
     given = {
         "pages": problem.paged,
-        "packed sequences": problem.packed,
-        "key_range": problem.key_range,
+        "key_range of packed sequences": problem.packed and problem.key_range,
         "mask": s.mask,
         "bias": s.bias,
         "dropout": problem.dropout,
     }
     reasons += [f"{name}: not served" for name, value in given.items() if value is not None]
-    if problem.packed is not None or problem.paged is not None:
+    if problem.paged is not None:
         return reasons
     widest = max(q.shape[-1], v.shape[-1])
     if widest > LARGEST_HEAD_DIM:
@@ -67,16 +69,31 @@ def unsupported(problem: Problem) -> list[str]:
         reasons.append(f"the head dim of v must be a multiple of 8, got {v.shape[-1]}")
     for name, t in (("q", q), ("k", k), ("v", v)):
         reasons += _unaligned(name, t)
-    first, last = (0, 1) if problem.key_range else _seen_keys(problem)
-    if q.numel() == 0 or first >= last:
+    if q.numel() == 0 or not _some_key_seen(problem):
         reasons.append("no row sees a key")
+    tokens = max(q.shape[-3], k.shape[-3])
+    if tokens > _LARGEST_COUNT:
+        reasons.append(f"sequences go up to {_LARGEST_COUNT} tokens, got {tokens}")
     return reasons
+
+
+def _some_key_seen(problem: Problem) -> bool:
+    """As far as it is known on the host."""
+    if problem.packed is not None:
+        return problem.k.shape[0] > 0
+    first, last = _seen_keys(problem)
+    return first < last
 
 
 def declined(problem: Problem) -> list[str]:
     """Why a call that these kernels could serve is better left to another backend."""
     q, k, v = problem.q, problem.k, problem.v
-    operations = 2 * q.shape[0] * q.shape[2] * q.shape[1] * k.shape[1] * (q.shape[3] + v.shape[3])
+    pairs = q.shape[-3] * k.shape[-3]
+    if problem.packed is None:
+        pairs *= q.shape[0]
+    else:
+        pairs //= max(1, problem.packed.cu_seqlens_q.shape[0] - 1)
+    operations = 2 * q.shape[-2] * pairs * (q.shape[-1] + v.shape[-1])
     if operations >= _FEWEST_OPERATIONS:
         return []
     return [f"too little to do for the time a launch takes: {operations:.1e} operations"]
@@ -143,15 +160,26 @@ def _name(dtype: torch.dtype) -> str:
 
 class _Plan(NamedTuple):
     """Tiles of a program: `groups` consumers of 64 rows; blocks of keys in `stages`, tiles of q in
-    `q_stages`; the columns that hold D and Dv. `dynamic`: programs draw tiles, which differ in length."""
+    `q_stages`; the columns that hold D and Dv in memory, and those that products are made with. `dynamic`:
+    programs draw tiles, which differ in length. `fenced`: see `compute_before` of the kernels. `heads` of
+    one key head share a tile of few rows each."""
 
     groups: int
     block_k: int
     block_d: int
     block_dv: int
+    d: int
+    dv: int
     stages: int
     q_stages: int
     dynamic: bool
+    fenced: bool = False
+    heads: int = 1
+
+    @property
+    def rows(self) -> int:
+        """Of one head in a tile."""
+        return self.groups * _GROUP_ROWS // self.heads
 
     @property
     def shared_bytes(self) -> int:
@@ -164,7 +192,8 @@ class _Plan(NamedTuple):
 def config(problem: Problem) -> dict[str, Any]:
     plan = _plan(problem)
     return {
-        "rows": plan.groups * _GROUP_ROWS,
+        "rows": plan.rows,
+        "heads": plan.heads,
         "keys": plan.block_k,
         "stages": plan.stages,
         "q_stages": plan.q_stages,
@@ -175,42 +204,81 @@ def config(problem: Problem) -> dict[str, Any]:
 def _plan(problem: Problem) -> _Plan:
     banded = any(side is not None for side in twins.sides(problem))
     block_d, block_dv = (max(64, twins.power_of_two(t.shape[-1])) for t in (problem.q, problem.v))
-    length = length_bucket(max(problem.q.shape[1], problem.k.shape[1]))
+    lengths: tuple[int | None, ...] = (None, None)
+    if problem.packed is not None:
+        lengths = problem.packed[2:]
+    longest = max(
+        t.shape[-3] if n is None else n
+        for t, n in zip((problem.q, problem.k), lengths, strict=True)
+    )
+    length = length_bucket(longest)
     s = problem.scores
     kind = mask_kind(banded, general=s.softcap is not None or s.alibi_slopes is not None)
     key = Key("hopper_forward", 16, max(block_d, block_dv), kind, length)
     chosen = config_for(_device_name(problem.q.device), key)
     groups, stages = chosen.block_q // _GROUP_ROWS, chosen.num_stages
-    plan = _Plan(groups, chosen.block_k, block_d, block_dv, stages, 2, banded)
+    fenced = max(block_d, block_dv) == 64
+    # Whose tiles are not all equally long.
+    dynamic = banded or problem.packed is not None or problem.key_range is not None
+    blocks = (block_d, block_dv)
+    d, dv = (_columns(t.shape[-1], n) for t, n in zip((problem.q, problem.v), blocks, strict=True))
+    plan = _Plan(groups, chosen.block_k, *blocks, d, dv, stages, 2, dynamic, fenced)
     # Short tiles wait for their queries often enough to load those of the next one ahead.
     if length == "long" or plan.shared_bytes > _SHARED_BYTES:
         plan = plan._replace(q_stages=1)
-    return plan
+    return plan._replace(heads=_sharing_heads(problem, plan))
+
+
+def _columns(width: int, block: int) -> int:
+    """Of those in memory, how many products are made with: three quarters may do."""
+    return block // 4 * 3 if block >= 128 and width <= block // 4 * 3 else block
+
+
+def _sharing_heads(problem: Problem, plan: _Plan) -> int:
+    """Query heads of one key head that share tiles: all, if their rows do not fill one and all heads' tiles
+    are more than the multiprocessors take at once."""
+    groups, together = problem.groups, plan._replace(heads=problem.groups)
+    if (
+        problem.packed is not None
+        or problem.scores.alibi_slopes is not None
+        or _GROUP_ROWS % groups
+        or problem.q.shape[1] >= plan.rows
+    ):
+        return 1
+    multiprocessors = _multiprocessors(problem.q.device)
+    rounds = [-(-_most_tiles(problem, p) // multiprocessors) for p in (plan, together)]
+    return groups if rounds[1] < rounds[0] else 1
 
 
 def forward(problem: Problem) -> Result:
     """out, laid out like q, and lse."""
     from tilewise.kernels import hopper_forward as kernels
 
-    q = problem.q
+    q, k, v = problem.q, problem.k, problem.v
     out_shape, lse_shape = result_shapes(problem)
     out, lse = q.new_empty(out_shape), q.new_empty(lse_shape, dtype=torch.float32)
     plan = _plan(problem)
-    first, last = _seen_keys(problem)
+    ragged = True
+    if problem.packed is None:
+        first, last = _seen_keys(problem)
+        k, v = k[:, first:last], v[:, first:last]
+        if problem.key_range is not None:
+            v = _seen_values(problem)
+        ragged = (last - first) % plan.block_k != 0
+    view = _view if problem.packed is None else _clipped
+    rows = _GROUP_ROWS // plan.heads
     views = (
-        _view(q, _GROUP_ROWS, plan.block_d),
-        _view(problem.k[:, first:last], plan.block_k, plan.block_d),
-        _view(problem.v[:, first:last], plan.block_k, plan.block_dv),
-        _view(out, _GROUP_ROWS, min(plan.block_dv, 128)),
+        view(q, rows, plan.heads, plan.block_d),
+        view(k, plan.block_k, 1, plan.block_d),
+        view(v, plan.block_k, 1, plan.block_dv),
+        view(out, rows, plan.heads, min(plan.block_dv, 128)),
     )
     maxnreg, registers = _REGISTERS[plan.groups]
-    ragged = (last - first) % plan.block_k != 0
-    fenced = max(plan.block_d, plan.block_dv) == 64
-    sides = (*plan, ragged, fenced, registers, kernels.WHOLE.value)
+    sides = (*plan[:-2], ragged, plan.fenced, registers, plan.heads, TRY)
     tile = kernels.Tile(*map(kernels.constexpr, sides))
     with current(q.device):
-        spec, walk = _order(problem, plan, plan.groups * _GROUP_ROWS)
-        programs = min(walk.tiles, _multiprocessors(q.device))
+        spec, walk = _order(problem, plan)
+        programs = min(_most_tiles(problem, plan), _multiprocessors(q.device))
         values = (twins.lines(lse), spec, walk, tile)
         options = {"num_warps": 4, "maxnreg": maxnreg}
         launch(kernels.forward_kernel, programs, q.device, *views, *values, **options)
@@ -218,45 +286,110 @@ def forward(problem: Problem) -> Result:
 
 
 def _seen_keys(problem: Problem) -> tuple[int, int]:
-    """Keys first … last − 1 are all that rows see, and each is seen: the others are left out."""
+    """Keys first … last − 1 are all that rows see, and each is seen: the others are left out. What a
+    key_range hides is not known on the host."""
+    if problem.key_range is not None:
+        return 0, problem.k.shape[1]
     first, _, _, last = problem.bounds(0, problem.q.shape[1])
     return first, last
 
 
-def _view(t: Tensor, rows: int, columns: int) -> Any:
-    """How the TMA engine sees (B, S, H, D): in tiles of rows and columns of one head."""
+def _seen_values(problem: Problem) -> Tensor:
+    """v with 0 where no row sees it: between the keys that a tile sees may be such, and 0 · NaN is NaN."""
+    v = problem.v
+    lo, hi = problem.interval(0, problem.q.shape[1])
+    lo, hi = (end.expand(v.shape[0], -1).clamp(0, v.shape[1]) for end in (lo, hi))
+    rows = (lo < hi).int()
+    # How many intervals begin at a key, less those that end.
+    change = rows.new_zeros(v.shape[0], v.shape[1] + 1)
+    change = change.scatter_add(1, lo, rows).scatter_add(1, hi, -rows)
+    return torch.where(change.cumsum(1)[:, :-1, None, None] > 0, v, 0)
+
+
+def _view(t: Tensor, rows: int, heads: int, columns: int) -> Any:
+    """How the TMA engine sees (B, S, H, D): in tiles of rows of so many heads, and columns."""
+    t = _aligned(t)
+    # The stride of a dimension of size 1 may be anything, and means nothing.
+    strides = [step if n > 1 else 8 for step, n in zip(t.stride()[:-1], t.shape[:-1], strict=True)]
+    return _descriptor(t, list(t.shape), [*strides, 1], [1, rows, heads, columns])
+
+
+def _clipped(t: Tensor, rows: int, heads: int, columns: int) -> Any:
+    """How it sees packed (total, H, D): with two dimensions more, of strides that cancel out modulo 2⁶⁴
+    bytes at the coordinates (END, start + length, END − length + row), which is row start + row. The
+    hardware's check of the third, END long, then ends at the sequence's last row.
+    """
+    t = _aligned(t)
+    (total, all_heads, width), row = t.shape, t.stride(0) if t.shape[0] > 1 else 8
+    assert total <= _LARGEST_COUNT
+    far = 2**31 - 2**16
+    strides = [2**35 // t.element_size() - row, row, row, t.stride(1) if all_heads > 1 else 8, 1]
+    shape = [far, far, 2**30, all_heads, width]
+    return _descriptor(t, shape, strides, [1, 1, rows, heads, columns])
+
+
+def _aligned(t: Tensor) -> Tensor:
+    if t.data_ptr() % _ALIGNMENT == 0:
+        return t
+    # Known only now where `unsupported` was asked about a tensor without memory.
+    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).copy_(t)
+
+
+def _descriptor(t: Tensor, shape: list[int], strides: list[int], block: list[int]) -> Any:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     from tilewise.kernels.hopper_pipeline import shared_layout
 
-    if t.data_ptr() % _ALIGNMENT:
-        # Known only now where `unsupported` was asked about a tensor without memory.
-        t = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).copy_(t)
-    # The stride of a dimension of size 1 may be anything, and means nothing.
-    strides = [step if n > 1 else 8 for step, n in zip(t.stride()[:-1], t.shape[:-1], strict=True)]
-    return TensorDescriptor(
-        t, list(t.shape), [*strides, 1], [1, rows, 1, columns], shared_layout(4)
-    )
+    return TensorDescriptor(t, shape, strides, block, shared_layout(len(block)))
 
 
-def _order(problem: Problem, plan: _Plan, rows: int) -> tuple[Any, Any]:
-    """What is computed of the keys that are seen, and in which order of tiles of so many rows. Where all
-    tiles are equally long, one head comes after the other."""
+def _most_tiles(problem: Problem, plan: _Plan) -> int:
+    """Tiles of all heads, or as many as packed sequences may need."""
+    q = problem.q
+    heads, per_head = q.shape[-2] // plan.heads, -(-q.shape[-3] // plan.rows)
+    if problem.packed is None:
+        return per_head * q.shape[0] * heads
+    return (per_head + problem.packed.cu_seqlens_q.shape[0]) * heads
+
+
+def _order(problem: Problem, plan: _Plan) -> tuple[Any, Any]:
+    """What is computed of the keys that are seen, and in which order of tiles. Where all tiles are equally
+    long, one head comes after the other."""
     from tilewise.kernels.hopper_walk import Walk
 
     q, k, v = problem.q, problem.k, problem.v
-    first, last = _seen_keys(problem)
     spec = twins.spec(problem)
-    spec = spec._replace(sizes=spec.sizes._replace(sk=last - first))
-    heads, per_head = q.shape[0] * q.shape[2], -(-q.shape[1] // rows)
-    section = 1
-    if plan.dynamic:
-        kv_bytes = (last - first) * (k.shape[-1] + v.shape[-1]) * k.element_size()
-        most = max(1, _L2_SHARE // kv_bytes) * problem.groups
-        section = -(-heads // -(-heads // most))
     drawn = _counter(q.device) if plan.dynamic else None
-    offset = problem.band.offset(q.shape[1], k.shape[1]) - first
-    return spec, Walk(per_head * heads, per_head, heads, section, offset, drawn)
+    bytes_per_key = (k.shape[-1] + v.shape[-1]) * k.element_size()
+    if problem.packed is None:
+        first, last = _seen_keys(problem)
+        spec = spec._replace(sizes=spec.sizes._replace(sk=last - first))
+        heads, per_head = q.shape[0] * q.shape[2] // plan.heads, -(-q.shape[1] // plan.rows)
+        section = _section(heads, problem.groups // plan.heads, (last - first) * bytes_per_key)
+        offset = problem.band.offset(q.shape[1], k.shape[1]) - first
+        return spec, Walk(
+            per_head, heads, section if plan.dynamic else 1, offset, None, None, drawn
+        )
+    heads, count = q.shape[1], spec.packed.count
+    section = _section(heads, problem.groups, k.shape[0] * bytes_per_key)
+    schedule = _schedule(q, spec, plan.rows)
+    return spec, Walk(0, heads, section, 0, schedule, count.bit_length(), drawn)
+
+
+def _section(heads: int, groups: int, kv_bytes: int) -> int:
+    """How many heads are worked on together, of which each `groups` read so many bytes."""
+    most = max(1, _L2_SHARE // max(1, kv_bytes)) * groups
+    return -(-heads // -(-heads // most))
+
+
+def _schedule(q: Tensor, spec: Any, rows: int) -> Tensor:
+    from tilewise.kernels.hopper_schedule import schedule_kernel
+
+    count, block = spec.packed.count, 64
+    schedule = torch.empty(2 * count + 3, dtype=torch.int32, device=q.device)
+    arguments = (schedule, spec.packed, spec.sizes.sq, spec.sizes.sk, rows, block)
+    launch(schedule_kernel, -(-(count + 1) // block), q.device, *arguments)
+    return schedule
 
 
 _counters: dict[tuple[torch.device, int], Tensor] = {}

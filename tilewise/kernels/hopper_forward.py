@@ -21,36 +21,41 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from tilewise.kernels.hopper_pipeline import (
     GROUP_ROWS,
-    WHOLE,
     Part,
+    await_stored,
     await_turn,
     close_turns,
     compute_before,
     give_back,
     keep,
     load_tile,
+    number_ring,
+    one_of,
     open_turns,
     pack,
+    part_of,
+    part_width,
     partial_row_sums,
+    parts_of,
     pass_turn,
     product_layout,
-    put_word,
+    put_numbers,
     shared_layout,
     slot,
     split_columns,
     store_tile,
-    take_word,
+    take_numbers,
     tile_ring,
     unpack,
     wait_empty,
     wait_full,
-    word_ring,
 )
-from tilewise.kernels.hopper_walk import Walk, blocks_of, work_of
+from tilewise.kernels.hopper_walk import Walk, Work, blocks_of, tiles_per_head, work_of
 from tilewise.kernels.score import (
     LN2,
     LOG2E,
     NEG_INF,
+    Place,
     constexpr,
     interval,
     line,
@@ -58,25 +63,29 @@ from tilewise.kernels.score import (
     probabilities,
 )
 
-__all__ = ["WHOLE", "Tile", "Walk", "constexpr", "forward_kernel"]
+__all__ = ["Tile", "Walk", "constexpr", "forward_kernel"]
 
 
 class Tile(NamedTuple):
     """All constexpr. GROUPS consumers of 64 rows; STAGES blocks of BLOCK_K keys; BLOCK_D and BLOCK_DV
-    columns; Q_STAGES tiles of q. DYNAMIC: programs draw tiles. RAGGED: the last block of keys may be cut
-    short. FENCED: see `compute_before`. REGISTERS of a consumer's threads. RANK of the views."""
+    columns in shared memory, D and DV of them in products; Q_STAGES tiles of q. DYNAMIC: programs draw tiles. RAGGED: the last block of keys may be cut
+    short. FENCED: see `compute_before`. REGISTERS of a consumer's threads.
+    HEADS that share a tile, since each has few rows: row r of them all is row r // HEADS of head r % HEADS."""
 
     GROUPS: Any
     BLOCK_K: Any
     BLOCK_D: Any
     BLOCK_DV: Any
+    D: Any
+    DV: Any
     STAGES: Any
     Q_STAGES: Any
     DYNAMIC: Any
     RAGGED: Any
     FENCED: Any
     REGISTERS: Any
-    RANK: Any
+    HEADS: Any
+    TRY: Any
 
 
 class Views(NamedTuple):
@@ -89,14 +98,14 @@ class Views(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """Rings of q (one use per tile and consumer), k and v, a buffer of out per consumer, and a ring of the
-    tiles drawn."""
+    """Rings of q (one use per tile and consumer), k and v, a buffer of out per consumer, and a ring of what
+    there is to do."""
 
     q: Any
     k: Any
     v: Any
     out: Any
-    tiles: Any
+    orders: Any
 
 
 @gluon.jit
@@ -114,42 +123,84 @@ def _keys(at):
 
 @gluon.jit
 def _produce(views, shared, spec, walk, tile):
-    ROWS: gl.constexpr = tile.GROUPS * GROUP_ROWS
+    ROWS: gl.constexpr = GROUP_ROWS // tile.HEADS
     count = 0
     turn = 0
     number = gl.program_id(0)
-    while number < walk.tiles:
-        following = number + gl.num_programs(0)
-        if tile.DYNAMIC:
-            put_word(shared.tiles, turn, number)
-            drawn = gl.atomic_add(walk.drawn, 1, sem="relaxed")
-            # As many are drawn as there are tiles: after the last one the counter is as it was.
-            gl.store(walk.drawn, 0, mask=drawn == walk.tiles - 1)
-            following = gl.num_programs(0) + drawn
-        work = work_of(number, walk, spec, ROWS, tile.BLOCK_K)
+    per_head = tiles_per_head(walk, spec)
+    # As many as a power of two that holds them.
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    within = gl.arange(0, 128 if tile.GROUPS == 2 else 256, layout)
+    while number < per_head * walk.heads:
+        work = work_of(
+            number, per_head, within, walk, spec, tile.GROUPS * ROWS, tile.BLOCK_K, tile.HEADS
+        )
         keys = _keys(work.at)
         j = work.first + (work.blocks - 1) * tile.BLOCK_K
         wait_empty(shared.k, count)
-        load_tile(views.k, keys, j, work.kv_head, shared.k, count, tile.RANK)
+        load_tile(views.k, keys, j, work.kv_head, shared.k, count)
         for group in gl.static_range(tile.GROUPS):
             use = turn * tile.GROUPS + group
-            row = work.at.tile_start + group * GROUP_ROWS
+            row = work.at.tile_start + group * ROWS
             wait_empty(shared.q, use)
-            load_tile(views.q, _queries(work.at), row, work.head, shared.q, use, tile.RANK)
+            load_tile(views.q, _queries(work.at), row, work.head, shared.q, use)
+        put_numbers(shared.orders, turn, _order(work, spec))
+        number += gl.num_programs(0)
+        if tile.DYNAMIC:
+            drawn = gl.atomic_add(walk.drawn, 1, sem="relaxed")
+            # As many are drawn as there are tiles: after the last one the counter is as it was.
+            gl.store(walk.drawn, 0, mask=drawn == per_head * walk.heads - 1)
+            number = gl.num_programs(0) + drawn
         for _ in range(work.blocks - 1):
             wait_empty(shared.k, count + 1)
-            load_tile(views.k, keys, j - tile.BLOCK_K, work.kv_head, shared.k, count + 1, tile.RANK)
+            load_tile(views.k, keys, j - tile.BLOCK_K, work.kv_head, shared.k, count + 1)
             wait_empty(shared.v, count)
-            load_tile(views.v, keys, j, work.kv_head, shared.v, count, tile.RANK)
+            load_tile(views.v, keys, j, work.kv_head, shared.v, count)
             j -= tile.BLOCK_K
             count += 1
         wait_empty(shared.v, count)
-        load_tile(views.v, keys, j, work.kv_head, shared.v, count, tile.RANK)
+        load_tile(views.v, keys, j, work.kv_head, shared.v, count)
         count += 1
         turn += 1
-        number = following
-    if tile.DYNAMIC:
-        put_word(shared.tiles, turn, number)
+    put_numbers(shared.orders, turn, (0, 0))
+
+
+@gluon.jit
+def _order(work, spec):
+    """What consumers are told of the work, in numbers."""
+    at = work.at
+    if spec.packed is None:
+        order = (work.blocks, work.first, at.tile_start, work.head, at.number)
+    else:
+        order = (
+            work.blocks,
+            work.first,
+            at.tile_start,
+            work.head,
+            at.number,
+            at.start_q,
+            at.sq,
+            at.sk,
+            at.offset,
+        )
+    return order
+
+
+@gluon.jit
+def _ordered(order, spec, walk):
+    """The work that consumers are told of; the keys' own place is not their business."""
+    sizes = spec.sizes
+    number = one_of(order, 4)
+    start = one_of(order, 2)
+    if spec.packed is None:
+        batch = number.to(gl.int64)
+        at = Place(start, True, number, batch, 0, 0, sizes.sq, sizes.sk, walk.offset)
+    else:
+        real = number < spec.packed.count
+        start_q, sq, sk = one_of(order, 5), one_of(order, 6), one_of(order, 7)
+        at = Place(start, real, number, 0, start_q, 0, sq, sk, one_of(order, 8))
+    head = one_of(order, 3)
+    return Work(at, head, head // sizes.groups, one_of(order, 1), one_of(order, 0))
 
 
 # ------------------------------------------------------------------ consumers
@@ -157,23 +208,26 @@ def _produce(views, shared, spec, walk, tile):
 
 @gluon.jit
 def _consume(views, shared, lse, spec, walk, tile, GROUP: gl.constexpr):
-    ROWS: gl.constexpr = tile.GROUPS * GROUP_ROWS
     ROW: gl.constexpr = gl.SliceLayout(1, product_layout(tile.BLOCK_K))
+    ROWS: gl.constexpr = GROUP_ROWS // tile.HEADS
     LEFT: gl.constexpr = (spec.band.left is not None) or (spec.key_start is not None)
     RIGHT: gl.constexpr = (spec.band.right is not None) or (spec.key_start is not None)
     EDGE: gl.constexpr = (LEFT or RIGHT) or tile.RAGGED
+    # With three consumers there are too few registers for it.
+    NARROW: gl.constexpr = (
+        RIGHT and tile.BLOCK_K == 2 * GROUP_ROWS and tile.GROUPS == 2 and tile.TRY & 1
+    )
     count = 0
     turn = 0
     open_turns(GROUP, tile.GROUPS)
-    number = gl.program_id(0)
-    if tile.DYNAMIC:
-        number = take_word(shared.tiles, turn)
-    while number < walk.tiles:
-        work = work_of(number, walk, spec, ROWS, tile.BLOCK_K)
+    order = take_numbers(shared.orders, turn)
+    while one_of(order, 0) > 0:
+        give_back(shared.orders, turn)
+        work = _ordered(order, spec, walk)
         at = work.at
-        i0 = at.tile_start + GROUP * GROUP_ROWS
-        rows = interval(i0 + gl.arange(0, GROUP_ROWS, ROW), at, spec)
-        blocks = blocks_of(i0, work, spec, GROUP_ROWS, tile.BLOCK_K)
+        i0 = at.tile_start + GROUP * ROWS
+        rows = interval(i0 + gl.arange(0, GROUP_ROWS, ROW) // tile.HEADS, at, spec)
+        blocks = blocks_of(rows.number, i0, work, spec, ROWS, tile.BLOCK_K)
         if RIGHT:
             for _ in range(blocks.last + 1, work.blocks):
                 _skip(shared, count, GROUP, tile)
@@ -182,24 +236,35 @@ def _consume(views, shared, lse, spec, walk, tile, GROUP: gl.constexpr):
         use = turn * tile.GROUPS + GROUP
         wait_full(shared.q, use)
         q = slot(shared.q, use)
-        wait_full(shared.k, count)
-        await_turn(GROUP)
-        s = _scores(q, shared.k, count, tile)
-        pass_turn(GROUP, tile.GROUPS)
-        s = warpgroup_mma_wait(0, [s])
-        give_back(shared.k, count)
-        m = gl.full([GROUP_ROWS], NEG_INF, gl.float32, ROW)
-        p, m, _ = _softmax(s, m, rows, work, blocks.last, spec, tile, EDGE)
-        l = partial_row_sums(p)
-        p = pack(p, views.q.dtype)
-        o = gl.zeros([GROUP_ROWS, tile.BLOCK_DV], gl.float32, product_layout(tile.BLOCK_DV))
+        o = _nothing(tile)
+        full_last = blocks.full_last
+        if NARROW:
+            if (blocks.width <= tile.BLOCK_K // 2) & (
+                (blocks.full_first < full_last) & (full_last == blocks.last)
+            ):
+                p, l, m = _first(
+                    q, shared, count, rows, work, blocks.last, spec, tile, GROUP, True, EDGE
+                )
+                full_last -= 1
+                o, p, l, m = _step(
+                    o, p, l, m, q, shared, count, rows, work, full_last, spec, tile, GROUP, False
+                )
+                count += 1
+            else:
+                p, l, m = _first(
+                    q, shared, count, rows, work, blocks.last, spec, tile, GROUP, False, EDGE
+                )
+        else:
+            p, l, m = _first(
+                q, shared, count, rows, work, blocks.last, spec, tile, GROUP, False, EDGE
+            )
         if RIGHT:
             for block in range(blocks.last - 1, blocks.full_last - 1, -1):
                 o, p, l, m = _step(
                     o, p, l, m, q, shared, count, rows, work, block, spec, tile, GROUP, True
                 )
                 count += 1
-        for block in range(blocks.full_last - 1, blocks.full_first - 1, -1):
+        for block in range(full_last - 1, blocks.full_first - 1, -1):
             o, p, l, m = _step(
                 o, p, l, m, q, shared, count, rows, work, block, spec, tile, GROUP, False
             )
@@ -212,15 +277,12 @@ def _consume(views, shared, lse, spec, walk, tile, GROUP: gl.constexpr):
                 count += 1
         give_back(shared.q, use)
         wait_full(shared.v, count)
-        o = _add_values(o, p, shared.v, count, tile)
-        o = warpgroup_mma_wait(0, [o])
+        o = _landed(_add_values(o, p, shared.v, count, tile))
         give_back(shared.v, count)
         count += 1
         turn += 1
         _finish(o, l, m, rows, i0, work, views, shared.out.index(GROUP), lse, spec, tile)
-        number += gl.num_programs(0)
-        if tile.DYNAMIC:
-            number = take_word(shared.tiles, turn)
+        order = take_numbers(shared.orders, turn)
     tma.store_wait(0)
     close_turns(GROUP)
 
@@ -237,19 +299,95 @@ def _skip(shared, count, GROUP: gl.constexpr, tile):
 
 
 @gluon.jit
-def _scores(q, k, count, tile):
-    """The product q kᵀ with block `count`, on its way."""
-    layout: gl.constexpr = product_layout(tile.BLOCK_K)
-    zero = gl.zeros([GROUP_ROWS, tile.BLOCK_K], gl.float32, layout)
-    return warpgroup_mma(q, slot(k, count).permute((1, 0)), zero, use_acc=False, is_async=True)
+def _first(
+    q,
+    shared,
+    count,
+    rows,
+    work,
+    block,
+    spec,
+    tile,
+    GROUP: gl.constexpr,
+    NARROW: gl.constexpr,
+    EDGE: gl.constexpr,
+):
+    """The probabilities, their sums and the maximum of the first block. NARROW: of the first half of it,
+    no row sees the second."""
+    COLUMNS: gl.constexpr = tile.BLOCK_K // 2 if NARROW else tile.BLOCK_K
+    none = _zeros(tile.BLOCK_K)
+    l = partial_row_sums(none)
+    wait_full(shared.k, count)
+    await_turn(GROUP)
+    s = _scores(q, shared.k, count, tile, COLUMNS)
+    pass_turn(GROUP, tile.GROUPS)
+    s = warpgroup_mma_wait(0, [s])
+    give_back(shared.k, count)
+    m = gl.full([GROUP_ROWS], NEG_INF, gl.float32, gl.SliceLayout(1, s.type.layout))
+    p, m, _ = _softmax(s, m, rows, work, block, spec, tile, EDGE)
+    l = gl.convert_layout(partial_row_sums(p), l.type.layout, assert_trivial=True)
+    return pack(p, shared.v.data.dtype), l, _beside(m, none)
+
+
+@gluon.jit
+def _scores(q, k, count, tile, COLUMNS: gl.constexpr):
+    """The product q kᵀ with so many keys of block `count`, on its way."""
+    s = _zeros(COLUMNS)
+    keys = slot(k, count)
+    if keys.shape[0] > COLUMNS:
+        keys = keys.slice(0, COLUMNS)
+    for i in gl.static_range(parts_of(tile.D)):
+        part = part_of(keys, tile.D, i).permute((1, 0))
+        s = warpgroup_mma(part_of(q, tile.D, i), part, s, use_acc=i > 0, is_async=True)
+    return s
+
+
+@gluon.jit
+def _nothing(tile):
+    """The sum of no values: [rows, columns] of each part of the columns."""
+    o = ()
+    for i in gl.static_range(parts_of(tile.DV)):
+        o = o + (_zeros(part_width(tile.DV, i)),)  # noqa: RUF005
+    return o
+
+
+@gluon.jit
+def _zeros(COLUMNS: gl.constexpr):
+    return gl.zeros([GROUP_ROWS, COLUMNS], gl.float32, product_layout(COLUMNS))
 
 
 @gluon.jit
 def _add_values(o, p, v, count, tile):
-    """o + p v with block `count`, on its way."""
+    """o + p v with as many keys of block `count` as p has, on its way."""
     values = slot(v, count)
-    p = unpack(p, values.dtype, product_layout(tile.BLOCK_DV))
-    return warpgroup_mma(p, values, o, is_async=True)
+    if values.shape[0] > 2 * p.shape[1]:
+        values = values.slice(0, 2 * p.shape[1])
+    sums = ()
+    for i in gl.static_range(parts_of(tile.DV)):
+        part = part_of(values, tile.DV, i)
+        operand = unpack(p, values.dtype, product_layout(part.shape[1]))
+        sums = sums + (warpgroup_mma(operand, part, o[i], is_async=True),)  # noqa: RUF005
+    return sums
+
+
+@gluon.jit
+def _landed(o):
+    """o, when all products have been added."""
+    if len(o) == 1:
+        landed = (warpgroup_mma_wait(0, [o[0]]),)
+    else:
+        first, second = warpgroup_mma_wait(0, [o[0], o[1]])
+        landed = (first, second)
+    return landed
+
+
+@gluon.jit
+def _times(o, factor):
+    """Each row of o times its factor."""
+    scaled = ()
+    for i in gl.static_range(len(o)):
+        scaled = scaled + (o[i] * _beside(factor, o[i])[:, None],)  # noqa: RUF005
+    return scaled
 
 
 @gluon.jit
@@ -273,11 +411,11 @@ def _step(
     before, use count, are added. EDGE: not every row sees all of the block."""
     wait_full(shared.k, count + 1)
     await_turn(GROUP)
-    s = _scores(q, shared.k, count + 1, tile)
+    s = _scores(q, shared.k, count + 1, tile, tile.BLOCK_K)
     wait_full(shared.v, count)
     o = _add_values(o, p, shared.v, count, tile)
     pass_turn(GROUP, tile.GROUPS)
-    s = warpgroup_mma_wait(1, [s])
+    s = warpgroup_mma_wait(parts_of(tile.DV), [s])
     give_back(shared.k, count + 1)
     following, new, base = _softmax(s, m, rows, work, block, spec, tile, EDGE)
     fall = m - base
@@ -287,13 +425,13 @@ def _step(
     sums = partial_row_sums(following)
     if tile.FENCED:
         compute_before(sums)
-    o = warpgroup_mma_wait(0, [o])
+    o = _landed(o)
     keep(p)
     give_back(shared.v, count)
     l = l * _beside(rebase, l)[:, None] + gl.convert_layout(
         sums, l.type.layout, assert_trivial=True
     )
-    o = o * _beside(rebase, o)[:, None]
+    o = _times(o, rebase)
     return o, pack(following, shared.v.data.dtype), l, new
 
 
@@ -310,11 +448,12 @@ def _softmax(s, m, rows, work, block, spec, tile, EDGE: gl.constexpr):
     LEFT: gl.constexpr = (spec.band.left is not None) or (spec.key_start is not None)
     j = work.first + block * tile.BLOCK_K
     low, high = split_columns(s)
-    s = logits(s, work.at, work.head, (rows.number - j)[:, None] - low, high, None, spec).s
+    row = _beside(rows.number - j, s)[:, None] - low
+    s = logits(s, work.at, work.head, row, high, None, spec).s
     if EDGE:
-        seen = (rows.hi - j)[:, None] - low > high
+        seen = _beside(rows.hi - j, s)[:, None] - low > high
         if LEFT:
-            seen = seen & ((rows.lo - j)[:, None] - low <= high)
+            seen = seen & (_beside(rows.lo - j, s)[:, None] - low <= high)
         s = gl.where(seen, s, NEG_INF)
     highest = gl.max(s, 1)
     if spec.scores.FOLDED:
@@ -334,9 +473,14 @@ def _finish(o, l, m, rows, i0, work, views, buffer, lse, spec, tile):
     l = gl.convert_layout(gl.sum(l, 1), m.type.layout)
     if spec.scores.FOLDED:
         m = m * LN2
+    head = work.head
+    if tile.HEADS > 1:
+        head = work.head + gl.arange(0, GROUP_ROWS, m.type.layout) % tile.HEADS
     share = gl.full([GROUP_ROWS], 1.0, gl.float32, m.type.layout)
     if spec.scores.sinks is not None:
-        sink = gl.load(spec.scores.sinks + work.head).to(gl.float32)
+        sink = gl.load(spec.scores.sinks + head).to(gl.float32)
+        if spec.packed is not None:
+            sink = gl.where(at.real, sink, NEG_INF)
         total = gl.maximum(m, sink)
         base = gl.where(total == NEG_INF, 0.0, total)
         share = gl.exp2((m - base) * LOG2E)
@@ -345,17 +489,33 @@ def _finish(o, l, m, rows, i0, work, views, buffer, lse, spec, tile):
     empty = l == 0.0
     share = share / gl.where(empty, 1.0, l)
     total = gl.where(empty, NEG_INF, m + gl.log(l))
-    gl.store(line(lse, at, work.head, at.start_q, rows.number), total, mask=rows.number < at.sq)
-    o = (o * _beside(share, o)[:, None]).to(buffer.dtype)
-    queries = _queries(at)
-    if buffer.shape[1] == tile.BLOCK_DV:
-        store_tile(views.out, queries, i0, work.head, 0, o, buffer, tile.RANK)
-    else:
-        HALF: gl.constexpr = tile.BLOCK_DV // 2
-        halves = gl.split(gl.permute(gl.reshape(o, [GROUP_ROWS, 2, HALF]), (0, 2, 1)))
+    start = gl.cast(at.start_q, gl.int64)
+    gl.store(line(lse, at, head, start, rows.number), total, mask=rows.number < at.sq)
+    _store(_times(o, share), _queries(at), i0, work.head, views.out, buffer)
+
+
+@gluon.jit
+def _store(o, queries, i0, head, out, buffer):
+    """Stores the parts of o by way of a buffer, one after the other if they do not fit together. Columns of
+    the buffer that out does not have are not stored."""
+    WIDTH: gl.constexpr = buffer.shape[1]
+    if o[0].shape[1] > WIDTH:
+        halves = gl.split(gl.permute(gl.reshape(o[0], [GROUP_ROWS, 2, WIDTH]), (0, 2, 1)))
         for i in gl.static_range(2):
-            half = gl.convert_layout(halves[i], product_layout(HALF), assert_trivial=True)
-            store_tile(views.out, queries, i0, work.head, i * HALF, half, buffer, tile.RANK)
+            half = gl.convert_layout(halves[i], product_layout(WIDTH), assert_trivial=True)
+            await_stored()
+            buffer.store(half.to(buffer.dtype))
+            store_tile(out, queries, i0, head, i * WIDTH, buffer)
+    elif o[0].shape[1] == WIDTH:
+        for i in gl.static_range(len(o)):
+            await_stored()
+            part_of(buffer, o[i].shape[1], 0).store(o[i].to(buffer.dtype))
+            store_tile(out, queries, i0, head, i * WIDTH, buffer)
+    else:
+        await_stored()
+        for i in gl.static_range(len(o)):
+            part_of(buffer, WIDTH // 4 * 3, i).store(o[i].to(buffer.dtype))
+        store_tile(out, queries, i0, head, 0, buffer)
 
 
 # ------------------------------------------------------------------ the kernel
@@ -375,10 +535,31 @@ def forward_kernel(q, k, v, out, lse, spec, walk, tile):
         gl.allocate_shared_memory(
             dtype, [G, GROUP_ROWS, min(tile.BLOCK_DV, 128)], shared_layout(2)
         ),
-        word_ring(2, G) if tile.DYNAMIC else None,
+        number_ring(2, 8 if spec.packed is None else 16, G),
     )
     fence_async_shared()
-    if G == 2:
+    if tile.TRY & 2 and G == 2:
+        gl.warp_specialize(
+            [
+                (_consume, (views, shared, lse, spec, walk, tile, 0)),
+                (_consume, (views, shared, lse, spec, walk, tile, 1)),
+                (_produce, (views, shared, spec, walk, tile)),
+            ],
+            [4, 1],
+            [tile.REGISTERS, 24],
+        )
+    elif tile.TRY & 2:
+        gl.warp_specialize(
+            [
+                (_consume, (views, shared, lse, spec, walk, tile, 0)),
+                (_consume, (views, shared, lse, spec, walk, tile, 1)),
+                (_consume, (views, shared, lse, spec, walk, tile, 2)),
+                (_produce, (views, shared, spec, walk, tile)),
+            ],
+            [4, 4, 1],
+            [tile.REGISTERS, tile.REGISTERS, 24],
+        )
+    elif G == 2:
         gl.warp_specialize(
             [
                 (_produce, (views, shared, spec, walk, tile)),

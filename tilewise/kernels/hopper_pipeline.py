@@ -4,8 +4,8 @@ consumers, tiles that the TMA engine moves, turns that warpgroups take, operands
 A ring's slots are used in turn; `count` numbers the uses. The producer waits until a slot is empty and
 has it filled; consumers wait until it is full and give it back.
 
-The TMA engine sees a tensor (B, S, H, D) of any strides as it is (WHOLE). Rows past S read as zeros and
-are not written. A CLIPPED view has such an end at any row: see `hopper_views.clipped`.
+The TMA engine sees a tensor (B, S, H, D) of any strides as it is. Rows past S read as zeros and are not
+written. A clipped view has such an end at any row: see `_clipped` in backends/hopper.py.
 """
 
 from typing import Any, NamedTuple
@@ -19,9 +19,8 @@ _tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 _tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 _REINTERPRETS = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
-# How many dimensions a view has, by its kind.
+# How many dimensions a view has that is not clipped; one that is has five.
 WHOLE = gl.constexpr(4)
-CLIPPED = gl.constexpr(5)
 # The row of a clipped view that its end lies at.
 END = gl.constexpr(2**30)
 
@@ -94,39 +93,58 @@ def give_back(ring, count):
     mbarrier.arrive(ring.empty.index(count % ring.data.shape[0]))
 
 
-# ------------------------------------------------------------------ words from the producer
+# ------------------------------------------------------------------ numbers from the producer
 
 
 @gluon.jit
-def word_ring(SLOTS: gl.constexpr, CONSUMERS: gl.constexpr):
-    """A ring of one int32 per slot."""
-    data = gl.allocate_shared_memory(gl.int32, [SLOTS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+def number_ring(SLOTS: gl.constexpr, NUMBERS: gl.constexpr, CONSUMERS: gl.constexpr):
+    """A ring of so many int32 per slot, a power of two."""
+    data = gl.allocate_shared_memory(
+        gl.int32, [SLOTS, NUMBERS], gl.SwizzledSharedLayout(1, 1, 1, [0])
+    )
     return ring_of(data, SLOTS, CONSUMERS)
 
 
+@gluon.constexpr_function
+def _numbers_layout(count, warps):
+    """Every thread holds all of them, so that none moves between threads."""
+    return gl.BlockedLayout([count], [32], [warps], [0])
+
+
 @gluon.jit
-def put_word(ring, count, word):
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+def put_numbers(ring, count, numbers):
+    NUMBERS: gl.constexpr = ring.data.shape[1]
+    layout: gl.constexpr = _numbers_layout(NUMBERS, gl.num_warps())
+    index = gl.arange(0, NUMBERS, layout)
+    together = gl.full([NUMBERS], numbers[0], gl.int32, layout)
+    for i in gl.static_range(1, len(numbers)):
+        together = gl.where(index == i, numbers[i], together)
     wait_empty(ring, count)
-    slot(ring, count).store(gl.full([1], word, gl.int32, layout))
+    slot(ring, count).store(together)
     mbarrier.arrive(ring.full.index(count % ring.data.shape[0]))
 
 
 @gluon.jit
-def take_word(ring, count):
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+def take_numbers(ring, count):
+    """The numbers of a slot, which must be given back."""
+    NUMBERS: gl.constexpr = ring.data.shape[1]
+    layout: gl.constexpr = _numbers_layout(NUMBERS, gl.num_warps())
     wait_full(ring, count)
-    word = gl.max(slot(ring, count).load(layout), 0)
-    give_back(ring, count)
-    return word
+    return slot(ring, count).load(layout)
+
+
+@gluon.jit
+def one_of(numbers, i: gl.constexpr):
+    index = gl.arange(0, numbers.shape[0], numbers.type.layout)
+    return gl.sum(gl.where(index == i, numbers, 0), 0)
 
 
 # ------------------------------------------------------------------ tiles in and out
 
 
 class Part(NamedTuple):
-    """The rows of one sequence in a view: of batch entry `batch` (WHOLE), or `length` rows from row
-    `start` on (CLIPPED)."""
+    """The rows of one sequence in a view: of batch entry `batch`, or (clipped) `length` rows from row
+    `start` on."""
 
     batch: Any
     start: Any
@@ -134,42 +152,73 @@ class Part(NamedTuple):
 
 
 @gluon.jit
-def _viewed(buffer, RANK: gl.constexpr):
-    """A buffer [rows, columns] with the shape that a view's tiles have."""
-    ROWS: gl.constexpr = buffer.shape[0]
-    COLUMNS: gl.constexpr = buffer.shape[1]
-    SHAPE: gl.constexpr = [1, ROWS, 1, COLUMNS] if RANK == WHOLE else [1, 1, ROWS, 1, COLUMNS]
+def _viewed(buffer, view):
+    """A buffer [rows, columns] with the shape of a view's tiles, whose rows may be those of several heads."""
+    SHAPE: gl.constexpr = view.block_shape
     if _REINTERPRETS:
-        viewed = buffer.reinterpret(buffer.dtype, SHAPE, shared_layout(RANK))
+        viewed = buffer.reinterpret(buffer.dtype, SHAPE, view.layout)
     else:
-        viewed = buffer._reinterpret(buffer.dtype, SHAPE, shared_layout(RANK))
+        viewed = buffer._reinterpret(buffer.dtype, SHAPE, view.layout)
     return viewed
 
 
 @gluon.jit
-def load_tile(view, part, row, head, ring, count, RANK: gl.constexpr):
+def load_tile(view, part, row, head, ring, count):
     """Has the ring's slot filled with rows from `row` on of a part, of a head. The slot must be empty."""
     buffer = slot(ring, count)
     full = ring.full.index(count % ring.data.shape[0])
     mbarrier.expect(full, buffer.shape[0] * buffer.shape[1] * 2)
-    if RANK == WHOLE:
-        _tma_load(view, [part.batch, row, head, 0], full, _viewed(buffer, RANK))
+    if len(view.block_shape) == WHOLE:
+        _tma_load(view, [part.batch, row, head, 0], full, _viewed(buffer, view))
     else:
         at = [END, part.start + part.length, END - part.length + row, head, 0]
-        _tma_load(view, at, full, _viewed(buffer, RANK))
+        _tma_load(view, at, full, _viewed(buffer, view))
 
 
 @gluon.jit
-def store_tile(view, part, row, head, column, tile, buffer, RANK: gl.constexpr):
-    """Stores a tile from registers through a buffer, which is free again after the next store's wait."""
+def await_stored():
+    """Waits until all that was stored before has left its buffer."""
     tma.store_wait(0)
-    buffer.store(tile)
+
+
+@gluon.jit
+def store_tile(view, part, row, head, column, buffer):
+    """Stores what is in a buffer."""
     fence_async_shared()
-    if RANK == WHOLE:
-        _tma_store(view, [part.batch, row, head, column], _viewed(buffer, RANK))
+    if len(view.block_shape) == WHOLE:
+        _tma_store(view, [part.batch, row, head, column], _viewed(buffer, view))
     else:
         at = [END, part.start + part.length, END - part.length + row, head, column]
-        _tma_store(view, at, _viewed(buffer, RANK))
+        _tma_store(view, at, _viewed(buffer, view))
+
+
+# ------------------------------------------------------------------ parts of columns
+
+
+@gluon.constexpr_function
+def parts_of(columns):
+    """Shapes are powers of two: three quarters of one are a half and a quarter."""
+    return 1 if columns & (columns - 1) == 0 else 2
+
+
+@gluon.constexpr_function
+def part_start(columns, i):
+    return 0 if i == 0 else columns // 3 * 2
+
+
+@gluon.constexpr_function
+def part_width(columns, i):
+    return columns if parts_of(columns) == 1 else columns // 3 * (2 - i)
+
+
+@gluon.jit
+def part_of(buffer, COLUMNS: gl.constexpr, i: gl.constexpr):
+    """Part i of the first COLUMNS of a buffer [rows, columns]."""
+    WIDTH: gl.constexpr = part_width(COLUMNS, i)
+    part = buffer
+    if buffer.shape[1] != WIDTH:
+        part = buffer.slice(part_start(COLUMNS, i), WIDTH, 1)
+    return part
 
 
 # ------------------------------------------------------------------ turns

@@ -1,6 +1,7 @@
 """The order in which programs on Hopper walk: tiles of queries, and the blocks of keys of each.
 
-Scalars only, so that kernels in Gluon and (to test them) in Triton can call these functions alike.
+Scalars, but for the rows of a key_range, so that kernels in Gluon and (to test them) in Triton can call
+these functions alike.
 """
 
 from typing import Any, NamedTuple
@@ -8,22 +9,25 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from tilewise.kernels.score import Place, bounds
+from tilewise.kernels.score import Place, bounds, span
 
 
 class Walk(NamedTuple):
-    """`tiles` of `heads` (those of all batch entries), `per_head` each, in sections of heads whose keys fit
-    the L2 cache together; in a section the last tiles of all heads first, which under a causal mask are
-    the longest. `offset`: of row 0's position.
+    """Tiles of `heads` heads (those of all batch entries; heads that share tiles count as one), in sections
+    of heads whose keys fit the L2 cache together; in a section the last tiles of all heads first, which under a causal mask are the longest.
+
+    Dense: `per_head` tiles of each head; `offset` of row 0's position. Packed: the sequences' own offsets,
+    and a `schedule` (hopper_schedule.py) of their tiles, which are searched for in `steps` steps.
 
     `drawn` counts the tiles drawn beyond each program's first; it is 0 before and after a launch.
     """
 
-    tiles: Any
     per_head: Any
     heads: Any
     section: Any
     offset: Any
+    schedule: Any
+    steps: Any
     drawn: Any
 
 
@@ -38,47 +42,103 @@ class Work(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """The blocks 0 … last that some rows see; they see all of full_first … full_last − 1."""
+    """The blocks 0 … last that some rows see; they see all of full_first … full_last − 1. No row sees more
+    than `width` keys of the last."""
 
     full_first: Any
     full_last: Any
     last: Any
+    width: Any
 
 
 @triton.jit
-def work_of(number, walk, spec, ROWS: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Tile `number` of a walk, of ROWS rows."""
+def tiles_per_head(walk, spec):
+    if spec.packed is None:
+        tiles = walk.per_head
+    else:
+        tiles = tl.load(walk.schedule + spec.packed.count + 1)
+    return tiles
+
+
+@triton.jit
+def work_of(
+    number,
+    per_head,
+    within,
+    walk,
+    spec,
+    ROWS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    HEADS: tl.constexpr,
+):
+    """Tile `number` of a walk, of ROWS rows of each of HEADS heads, `head` the first of them. `within`:
+    0 … ROWS − 1 or more, for where there is a key_range."""
     sizes = spec.sizes
-    in_section = walk.section * walk.per_head
+    in_section = walk.section * per_head
     first_head = number // in_section * walk.section
     heads = tl.minimum(walk.section, walk.heads - first_head)
     rest = number % in_section
     head = first_head + rest % heads
-    batch = head // sizes.heads
-    head = head % sizes.heads
-    start = (walk.per_head - 1 - rest // heads) * ROWS
-    at = Place(start, True, batch, batch.to(tl.int64), 0, 0, sizes.sq, sizes.sk, walk.offset)
-    edges = bounds(start, tl.minimum(start + ROWS, at.sq), None, at, spec)
+    tile = rest // heads
+    if spec.packed is None:
+        batch = head // (sizes.heads // HEADS)
+        head = head % (sizes.heads // HEADS)
+        start = (per_head - 1 - tile) * ROWS
+        at = Place(start, True, batch, batch.to(tl.int64), 0, 0, sizes.sq, sizes.sk, walk.offset)
+    else:
+        at = _packed_place(tile, walk, spec, ROWS)
+        start = at.tile_start
+    rows = None
+    if spec.key_start is not None:
+        rows = start + within
+    edges = bounds(start, tl.minimum(start + ROWS, at.sq), rows, at, spec)
     # A tile that sees nothing gets a block past the end, which reads as zeros.
     seen = edges.first < edges.last
     first = tl.where(seen, edges.first, at.sk)
     blocks = tl.where(seen, (edges.last - edges.first + BLOCK_K - 1) // BLOCK_K, 1)
-    return Work(at, head, head // sizes.groups, first, blocks)
+    return Work(at, head * HEADS, head * HEADS // sizes.groups, first, blocks)
 
 
 @triton.jit
-def blocks_of(i0, work, spec, ROWS: tl.constexpr, BLOCK_K: tl.constexpr):
-    """The blocks that ROWS rows of a tile see, from row i0 on; one at least."""
+def _packed_place(tile, walk, spec, ROWS: tl.constexpr):
+    """The place of a tile of packed sequences, the last of each sequence first. Keys past those that some
+    row of the sequence sees do not count."""
+    count = spec.packed.count
+    rank = tile * 0
+    beyond = count + 1 + rank
+    for _ in range(walk.steps):
+        middle = (rank + beyond) // 2
+        before = tl.load(walk.schedule + middle) <= tile
+        rank = tl.where(before, middle, rank)
+        beyond = tl.where(before, beyond, middle)
+    number = tl.load(walk.schedule + count + 2 + rank)
+    real = number < count
+    start_q, sq = span(spec.packed.cu_seqlens_q, number, real, spec.sizes.sq)
+    start_k, sk = span(spec.packed.cu_seqlens_k, number, real, spec.sizes.sk)
+    sk = tl.where(real, sk, 0)
+    offset = sk * 0
+    if spec.band.bottom_right:
+        offset = sk - sq
+    if spec.band.right is not None:
+        sk = tl.minimum(sk, tl.maximum(sq + offset + spec.band.right, 0))
+    start = (tl.load(walk.schedule + rank + 1) - 1 - tile) * ROWS
+    return Place(start, real, number, 0, start_q, start_k, sq, sk, offset)
+
+
+@triton.jit
+def blocks_of(rows, i0, work, spec, ROWS: tl.constexpr, BLOCK_K: tl.constexpr):
+    """The blocks that ROWS rows of a tile see, from row i0 on, which are `rows`; one at least."""
     at = work.at
-    edges = bounds(i0, tl.minimum(i0 + ROWS, at.sq), None, at, spec)
+    edges = bounds(i0, tl.minimum(i0 + ROWS, at.sq), rows, at, spec)
     last = work.blocks - 1
     full_first = 0
     full_last = last
-    if spec.band.right is not None:
+    if (spec.band.right is not None) or (spec.key_start is not None):
         last = tl.minimum(last, (edges.last - work.first + BLOCK_K - 1) // BLOCK_K - 1)
         last = tl.maximum(last, 0)
         full_last = tl.maximum(tl.minimum((edges.full_last - work.first) // BLOCK_K, last), 0)
-    if spec.band.left is not None:
+    if (spec.band.left is not None) or (spec.key_start is not None):
         full_first = (edges.full_first - work.first + BLOCK_K - 1) // BLOCK_K
         full_first = tl.minimum(tl.maximum(full_first, 0), full_last)
-    return Blocks(full_first, full_last, last)
+    width = edges.last - work.first - last * BLOCK_K
+    return Blocks(full_first, full_last, last, width)

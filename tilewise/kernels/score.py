@@ -208,8 +208,8 @@ def place(tile, batch, spec, BLOCK: tl.constexpr, KEYS: tl.constexpr):
         number = before
         real = number < spec.packed.count
         # Lengths that do not fit cannot be refused without waiting for the device: they are clipped.
-        start_q, sq = _span(spec.packed.cu_seqlens_q, number, real, spec.sizes.sq)
-        start_k, sk = _span(spec.packed.cu_seqlens_k, number, real, spec.sizes.sk)
+        start_q, sq = span(spec.packed.cu_seqlens_q, number, real, spec.sizes.sq)
+        start_k, sk = span(spec.packed.cu_seqlens_k, number, real, spec.sizes.sk)
         if KEYS:
             sq = tl.where(real, sq, 0)
             first_tile = start_k // BLOCK + number
@@ -228,7 +228,7 @@ def place(tile, batch, spec, BLOCK: tl.constexpr, KEYS: tl.constexpr):
 
 
 @triton.jit
-def _span(cu, number, real, total):
+def span(cu, number, real, total):
     """First token and length of a sequence; for the number past the last, of the rest."""
     start = tl.load(cu + number).to(tl.int32)
     end = tl.load(cu + number + 1, mask=real, other=total).to(tl.int32)
