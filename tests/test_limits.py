@@ -62,6 +62,17 @@ def test_terms_past_float32_that_cancel(backend, dtype, options, rows):
     close(grads["v"], want[2]["v"], dtype, 4)
 
 
+@pytest.mark.parametrize("sink", [1e4, -1e4])
+def test_a_sink_far_from_all_logits(backend, sink):
+    """exp(sink − m) leaves even float64, or vanishes: lse is the sink, or that of the keys alone."""
+    x = draw_qkv(1, 20, 30, 2, 8)
+    sinks = torch.full((2,), sink)
+    out, lse = tilewise.attention(**x, sinks=sinks, return_lse=True, backend=backend)
+    alone, lse_alone = tilewise.attention(**x, return_lse=True, backend=backend)
+    close(out, torch.zeros_like(out) if sink > 0 else alone)
+    close(lse, torch.full_like(lse, sink) if sink > 0 else lse_alone)
+
+
 def test_what_was_summed_before_a_second_try_is_forgotten(backend):
     """A gradient that leaves float32 is computed again: bias, slopes and sinks count once."""
     x = draw_qkv(1, 20, 30, 2, 8)
