@@ -44,7 +44,7 @@ import torch
 from torch import Tensor
 
 import tilewise
-from tilewise import testing
+from tilewise import repeated, testing
 from tilewise.backends import hopper, reference
 from tilewise.cli.gpu_cases import USUAL
 from tilewise.kernels import twins
@@ -891,7 +891,6 @@ def variants_of(problem: Problem) -> dict[str, Variant]:
 @contextmanager
 def varied(variant: Variant) -> Iterator[None]:
     """Within the block calls are computed in another way than the chosen one."""
-    from tilewise.kernels import launch
 
     chosen_plan, chosen_order, switches = hopper._plan, hopper._order, hopper.TRY
 
@@ -901,18 +900,14 @@ def varied(variant: Variant) -> Iterator[None]:
             section=max(1, min(walk.heads, int(walk.section * variant.section)))
         )
 
-    def forget() -> None:
-        launch._ready.clear()
-        getattr(hopper, "_plans", {}).clear()
-
     hopper._plan = lambda problem: chosen_plan(problem)._replace(**variant.plan)  # type: ignore[assignment]
     hopper._order, hopper.TRY = order, variant.switches  # type: ignore[assignment]
-    forget()
+    repeated.forget()
     try:
         yield
     finally:
         hopper._plan, hopper._order, hopper.TRY = chosen_plan, chosen_order, switches  # type: ignore[assignment]
-        forget()
+        repeated.forget()
 
 
 def prototypes() -> Any:
