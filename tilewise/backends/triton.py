@@ -8,6 +8,7 @@ What is looser than on a CPU:
 
 - A NaN or Inf in a key or value that some rows of a tile see may reach the other rows of that tile; one
   that no row sees reaches none.
+- In bfloat16 and float16 a row whose logits pass 2³⁰ may come out as NaN.
 - The backward pass rebuilds probabilities from a float32 lse, so gradients are exact to its resolution:
   about |lse| · 6e-8 relative. In float16, dS is rounded before it is multiplied, and may overflow.
 - Lengths of packed sequences that do not fit are clipped, since refusing them would mean to wait for the
@@ -238,7 +239,13 @@ def _planned(problem: Problem, operation: str) -> _Plan:
 
 
 def _launch(kernel: Any, plan: _Plan, *arguments: Any) -> None:
-    options = {"num_warps": plan.chosen.num_warps, "num_stages": plan.chosen.num_stages}
+    options = {
+        "num_warps": plan.chosen.num_warps,
+        "num_stages": plan.chosen.num_stages,
+        # In float32, where products are not fused sums themselves: of a huge logit, less itself, there would
+        # remain what its scaling was rounded by.
+        "enable_fp_fusion": plan.tile.PRECISION.value == "ieee",
+    }
     launch(kernel, plan.programs, arguments[0].data.device, *arguments, **options)
 
 

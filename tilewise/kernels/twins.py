@@ -60,8 +60,9 @@ def folded(problem: Problem) -> bool:
     """Whether logits stay raw products (Scores.FOLDED)."""
     s = problem.scores
     plain = s.softcap is None and s.alibi_slopes is None and s.bias is None
-    # unit · m is carried, which must not overflow where the logit itself does not.
-    return plain and 0 < s.scale * LOG2E <= 1
+    # unit · m is carried, which must not overflow where the logit itself does not; its rounding, and that of
+    # lse in its unit, is seen in float32 alone.
+    return plain and 0 < s.scale * LOG2E <= 1 and problem.q.element_size() < 4
 
 
 def _scores(problem: Problem) -> Any:
