@@ -385,10 +385,10 @@ def _section(heads: int, groups: int, kv_bytes: int) -> int:
 def _schedule(q: Tensor, spec: Any, rows: int) -> Tensor:
     from tilewise.kernels.hopper_schedule import schedule_kernel
 
-    count, block = spec.packed.count, 64
-    schedule = torch.empty(2 * count + 3, dtype=torch.int32, device=q.device)
-    arguments = (schedule, spec.packed, spec.sizes.sq, spec.sizes.sk, rows, block)
-    launch(schedule_kernel, -(-(count + 1) // block), q.device, *arguments)
+    packed, sizes, block = spec.packed, spec.sizes, 64
+    schedule = torch.empty(2 * packed.count + 3, dtype=torch.int32, device=q.device)
+    arguments = (schedule, *packed[:3], sizes.sq, sizes.sk, rows, block)
+    launch(schedule_kernel, -(-(packed.count + 1) // block), q.device, *arguments)
     return schedule
 
 
