@@ -1,8 +1,9 @@
 """Hopper kernels (H100, H200) in Triton's Gluon: the forward pass at the speed of the tensor cores.
 
 The TMA engine reads q, k and v as they lie: any strides that are multiples of 16 bytes, no copy. Programs
-stay on their multiprocessors and draw tiles (kernels/hopper_forward.py). What these kernels do not take is
-left to the Triton backend, and so is the backward pass.
+stay on their multiprocessors and draw tiles (kernels/hopper_forward.py), those of packed sequences in an
+order that is made on the device (kernels/hopper_schedule.py). What these kernels do not take is left to the
+Triton backend, and so is the backward pass.
 
 As there, a NaN or Inf in a key or value that some rows see may reach rows that do not see it, here those
 whose tile shares a block of keys with it. One that no row sees reaches none.
