@@ -31,10 +31,9 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -845,7 +844,7 @@ def variant_cells() -> Iterator[Cell]:
 class Variant(NamedTuple):
     """What is changed of a plan, of a walk's section (a factor), and the switches of the kernel."""
 
-    plan: Mapping[str, Any] = MappingProxyType({})
+    plan: dict[str, Any] | None = None
     section: float = 1.0
     switches: int = 1
 
@@ -898,7 +897,7 @@ def varied(variant: Variant) -> Iterator[None]:
             section=max(1, min(walk.heads, int(walk.section * variant.section)))
         )
 
-    hopper._plan = lambda problem: chosen_plan(problem)._replace(**variant.plan)  # type: ignore[assignment]
+    hopper._plan = lambda problem: chosen_plan(problem)._replace(**(variant.plan or {}))  # type: ignore[assignment]
     hopper._order, hopper.TRY = order, variant.switches  # type: ignore[assignment]
     try:
         yield
