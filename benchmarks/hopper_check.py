@@ -49,6 +49,7 @@ from tilewise.kernels import twins
 from tilewise.results import accumulation_dtype
 from tilewise.spec import Problem
 from tilewise.testing import CASES, Call, Case, Maker, make_call
+from tilewise.tuning.workers import start_worker
 
 CHECKS = ("plain", "features", "shapes", "packed", "probes", "odd")
 PARTS = ("compile", *CHECKS, "sanitize", "speed", "variants", "launch")
@@ -599,7 +600,7 @@ def compile_all(parts: list[str]) -> None:
                 distinct[what_it_takes(problem), hopper.TRY] = (problem, variant)
     log(f"SUMMARY compiling {len(distinct)} kernels, those of {', '.join(parts)}")
     started = time.monotonic()
-    with multiprocessing.get_context("fork").Pool(os.cpu_count()) as pool:
+    with multiprocessing.get_context("fork").Pool(os.cpu_count(), start_worker) as pool:
         for line in pool.imap_unordered(compile_one, distinct.values()):
             if line:
                 log(line)
