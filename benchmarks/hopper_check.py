@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import functools
 import itertools
 import json
 import lzma
@@ -32,10 +31,9 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -44,13 +42,14 @@ import torch
 from torch import Tensor
 
 import tilewise
-from tilewise import repeated, testing
+from tilewise import testing
 from tilewise.backends import hopper, reference
 from tilewise.cli.gpu_cases import USUAL
 from tilewise.kernels import twins
 from tilewise.results import accumulation_dtype
 from tilewise.spec import Problem
 from tilewise.testing import CASES, Call, Case, Maker, make_call
+from tilewise.tuning.workers import start_worker
 
 CHECKS = ("plain", "features", "shapes", "packed", "probes", "odd")
 PARTS = ("compile", *CHECKS, "sanitize", "speed", "variants", "launch")
@@ -601,7 +600,7 @@ def compile_all(parts: list[str]) -> None:
                 distinct[what_it_takes(problem), hopper.TRY] = (problem, variant)
     log(f"SUMMARY compiling {len(distinct)} kernels, those of {', '.join(parts)}")
     started = time.monotonic()
-    with multiprocessing.get_context("fork").Pool(os.cpu_count()) as pool:
+    with multiprocessing.get_context("fork").Pool(os.cpu_count(), start_worker) as pool:
         for line in pool.imap_unordered(compile_one, distinct.values()):
             if line:
                 log(line)
@@ -846,7 +845,7 @@ def variant_cells() -> Iterator[Cell]:
 class Variant(NamedTuple):
     """What is changed of a plan, of a walk's section (a factor), and the switches of the kernel."""
 
-    plan: Mapping[str, Any] = MappingProxyType({})
+    plan: dict[str, Any] | None = None
     section: float = 1.0
     switches: int = 1
 
@@ -890,8 +889,7 @@ def variants_of(problem: Problem) -> dict[str, Variant]:
 
 @contextmanager
 def varied(variant: Variant) -> Iterator[None]:
-    """Within the block calls are computed in another way than the chosen one."""
-
+    """Within the block the backend computes in another way than the chosen one."""
     chosen_plan, chosen_order, switches = hopper._plan, hopper._order, hopper.TRY
 
     def order(*arguments: Any) -> Any:
@@ -900,14 +898,12 @@ def varied(variant: Variant) -> Iterator[None]:
             section=max(1, min(walk.heads, int(walk.section * variant.section)))
         )
 
-    hopper._plan = lambda problem: chosen_plan(problem)._replace(**variant.plan)  # type: ignore[assignment]
+    hopper._plan = lambda problem: chosen_plan(problem)._replace(**(variant.plan or {}))  # type: ignore[assignment]
     hopper._order, hopper.TRY = order, variant.switches  # type: ignore[assignment]
-    repeated.forget()
     try:
         yield
     finally:
         hopper._plan, hopper._order, hopper.TRY = chosen_plan, chosen_order, switches  # type: ignore[assignment]
-        repeated.forget()
 
 
 def prototypes() -> Any:
@@ -947,12 +943,10 @@ def vary(cell: Cell, fa3: Any, other: Any) -> None:
         given = (q, k, v, cell.d**-0.5, bool(cell.options), plan)
         graphs["prototype"] = graphed(lambda: other.fwd(*given, out=place)[0])
     problem = tilewise.api.problem_of(**arguments)
-    attend_any = tilewise.attention_varlen if cell.lengths else tilewise.attention
-    ours = torch.no_grad()(functools.partial(attend_any, **arguments, backend="hopper"))
     for name, variant in cell.tried(problem).items():
         with varied(variant):
             if hopper._plan(problem).shared_bytes <= hopper._SHARED_BYTES:
-                graphs[name] = graphed(ours)
+                graphs[name] = graphed(lambda: hopper.forward(problem).out)
     times: dict[str, list[float]] = {name: [] for name in graphs}
     for _ in range(3):
         for name, (replay, _) in graphs.items():

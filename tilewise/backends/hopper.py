@@ -1,8 +1,9 @@
 """Hopper kernels (H100, H200) in Triton's Gluon: the forward pass at the speed of the tensor cores.
 
 The TMA engine reads q, k and v as they lie: any strides that are multiples of 16 bytes, no copy. Programs
-stay on their multiprocessors and draw tiles (kernels/hopper_forward.py). What these kernels do not take is
-left to the Triton backend, and so is the backward pass.
+stay on their multiprocessors and draw tiles (kernels/hopper_forward.py), those of packed sequences in an
+order that is made on the device (kernels/hopper_schedule.py). What these kernels do not take is left to the
+Triton backend, and so is the backward pass.
 
 As there, a NaN or Inf in a key or value that some rows see may reach rows that do not see it, here those
 whose tile shares a block of keys with it. One that no row sees reaches none.
@@ -385,10 +386,10 @@ def _section(heads: int, groups: int, kv_bytes: int) -> int:
 def _schedule(q: Tensor, spec: Any, rows: int) -> Tensor:
     from tilewise.kernels.hopper_schedule import schedule_kernel
 
-    count, block = spec.packed.count, 64
-    schedule = torch.empty(2 * count + 3, dtype=torch.int32, device=q.device)
-    arguments = (schedule, spec.packed, spec.sizes.sq, spec.sizes.sk, rows, block)
-    launch(schedule_kernel, -(-(count + 1) // block), q.device, *arguments)
+    packed, sizes, block = spec.packed, spec.sizes, 64
+    schedule = torch.empty(2 * packed.count + 3, dtype=torch.int32, device=q.device)
+    arguments = (schedule, *packed[:3], sizes.sq, sizes.sk, rows, block)
+    launch(schedule_kernel, -(-(packed.count + 1) // block), q.device, *arguments)
     return schedule
 
 

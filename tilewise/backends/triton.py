@@ -361,7 +361,11 @@ def _tmas(problem: Problem, block: int, *tensors: Tensor) -> tuple[Any, ...]:
 
 
 def _has_tma(problem: Problem) -> bool:
-    return interpreted() or _architecture(problem.q.device) >= 90
+    """Whether tiles may be read by descriptors. Not on a GPU where sequences are packed: from 512 tokens on
+    that ended in illegal instructions on an H200 (Triton 3.6.0), for a reason not found yet."""
+    if interpreted():
+        return True
+    return problem.packed is None and _architecture(problem.q.device) >= 90
 
 
 def _tma(t: Tensor, block: int) -> Any:

@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from tilewise.kernels.general import General
 from tilewise.kernels.hopper_pipeline import (
     GROUP_ROWS,
     Part,
@@ -521,8 +522,8 @@ def _store(o, queries, i0, head, out, buffer):
 # ------------------------------------------------------------------ the kernel
 
 
-@gluon.jit(do_not_specialize=["lse", "spec", "walk"])
-def forward_kernel(q, k, v, out, lse, spec, walk, tile):
+@gluon.jit
+def _forward_kernel(q, k, v, out, lse, spec, walk, tile):
     """q, k, v, out: descriptors of tiles; lse: Lines; spec: Spec, whose sizes count the keys that the views
     show; walk: Walk; tile: Tile. Grid: (programs,)."""
     dtype: gl.constexpr = q.dtype
@@ -580,3 +581,7 @@ def forward_kernel(q, k, v, out, lse, spec, walk, tile):
             [4, 4, 4],
             [tile.REGISTERS, tile.REGISTERS, tile.REGISTERS],
         )
+
+
+# Lengths and strides differ from call to call.
+forward_kernel = General(_forward_kernel)
