@@ -31,21 +31,23 @@ from tilewise.tuning.config import (
 ARCHITECTURES = {"nvidia-h200": "90"}
 MATRIX = Path(__file__).parents[1] / "benchmarks" / "compile-matrix-2026-11-30.csv"
 
-# Bytes of stack: what spills in kernels that hold more than their registers.
+# Bytes of stack: what spills in kernels that hold more than their registers. Much of it does so in the loop
+# that reads no hidden key, which runs only where a NaN came out.
 SPILLED: dict[tuple[object, ...], int] = {
-    ("80", "bias", 16, 64, "general", 64, 64, 4, 1): 24,
+    ("80", "bias", 16, 64, "general", 64, 64, 4, 1): 32,
+    ("80", "forward", 16, 128, "band", 128, 64, 8, 2): 272,
     ("80", "keys", 16, 64, "general", 32, 64, 4, 2): 48,
-    ("90", "forward", 16, 128, "band", 128, 128, 8, 3): 8,
-    ("90", "forward", 16, 128, "full", 128, 64, 4, 2): 136,
-    ("90", "forward", 16, 128, "general", 128, 64, 8, 2): 8,
-    ("90", "forward", 16, 256, "band", 128, 64, 8, 2): 40,
+    ("80", "queries", 16, 128, "band", 64, 64, 4, 1): 88,
+    ("90", "forward", 16, 128, "full", 128, 64, 4, 2): 160,
+    ("90", "forward", 16, 256, "band", 128, 64, 8, 2): 184,
     ("90", "keys", 16, 128, "band", 64, 64, 4, 2): 128,
     ("90", "keys", 16, 128, "full", 64, 64, 4, 2): 40,
     ("90", "keys", 16, 128, "full", 64, 128, 8, 3): 40,
-    ("90", "keys", 16, 256, "band", 64, 64, 8, 2): 272,
+    ("90", "keys", 16, 128, "general", 64, 64, 4, 2): 192,
+    ("90", "keys", 16, 256, "band", 64, 64, 8, 2): 672,
     ("90", "keys", 16, 256, "full", 64, 64, 8, 2): 80,
-    ("90", "queries", 16, 64, "band", 128, 64, 4, 3): 32,
-    ("90", "queries", 16, 256, "band", 128, 32, 8, 2): 48,
+    ("90", "queries", 16, 64, "band", 128, 64, 4, 3): 288,
+    ("90", "queries", 16, 256, "band", 128, 32, 8, 2): 280,
 }
 
 TUNED = list(

@@ -401,7 +401,7 @@ def seen_of_keys(i, j, at, allowed, spec, tile):
 @triton.jit
 def has_nan(x):
     """Whether there is a NaN in a tile, or there are infinities of both signs."""
-    total = tl.sum(tl.sum(x, 1), 0)
+    total = tl.sum(x)
     return total != total
 
 
