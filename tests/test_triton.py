@@ -99,6 +99,7 @@ MANY_TILES = [
         "causal",
         "causal, top-left",
         "documents",
+        "padding",
         "padding, causal",
         "mask of queries and keys",
         "bias of queries",
@@ -113,6 +114,13 @@ MANY_TILES = [
 def test_many_small_tiles(case: Case) -> None:
     with tiles(16, 32):
         right(make_call(case, FP32), FP32)
+
+
+@pytest.mark.parametrize("case", [c for c in MANY_TILES if c.layout == "dense"], ids=str)
+def test_lengths_of_whole_tiles(case: Case) -> None:
+    """No tile reaches past the end of a sequence: what has edges then has them from its options alone."""
+    with tiles(16, 32):
+        right(make_call(case._replace(sq=48, sk=64), FP32), FP32)
 
 
 @pytest.mark.parametrize(("sq", "sk"), [(7, 19), (65, 130), (90, 50)])
