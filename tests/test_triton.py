@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -317,6 +318,20 @@ def test_nan_that_is_seen_is_told() -> None:
     with tiles(16, 16):
         out = tilewise.attention(**x, causal=True, backend="triton")
     assert out[:, 5:].isnan().all()
+
+
+@pytest.mark.parametrize("steps", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("options", [{}, {"alibi_slopes": torch.ones(2)}], ids=["plain", "alibi"])
+def test_a_graph_lives_no_longer_than_its_outputs(options: dict[str, Any], steps: bool) -> None:
+    """What all calls share must not become part of one's graph."""
+    given = [draw(1, 20, 2, 16, seed=i).requires_grad_() for i in range(3)]
+    with tiles(32, 32):
+        out = tilewise.attention(*given, **options, backend="triton")
+        if steps:
+            out.sum().backward()
+    alive = [weakref.ref(t) for t in given]
+    del given, out
+    assert [ref() for ref in alive] == [None] * 3
 
 
 # ------------------------------------------------------------------ dropout

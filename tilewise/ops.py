@@ -178,6 +178,7 @@ def _backward_fake(
 
 def _forward_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(output[2])  # lse_low may be shared by all calls
     ctx.save_for_backward(*inputs[:_TENSORS], *output)
     # The same tensors, as torch.func wants it. The outputs without their graph: where checkpointing
     # stops early, they would keep each other alive for good.
@@ -203,12 +204,12 @@ def _forward_vjp(
     return (*(g if need else None for g, need in zip(grads, needed, strict=True)), *rest)
 
 
-def _forward_jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, Tensor, Tensor]:
-    *tensors, _, _, lse_low = ctx.saved_tensors
+def _forward_jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, Tensor, None]:
+    *tensors, _, _, _ = ctx.saved_tensors
     problem = _unflatten((*tensors, *ctx.options))
     moves = _present(problem, tangents[:_DIFFERENTIABLE])
     out, lse = derive(problem, Rowwise.jvp, moves, ("out", "lse"))
-    return out.to(problem.q.dtype), lse, torch.zeros_like(lse_low)
+    return out.to(problem.q.dtype), lse, None
 
 
 def _backward_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

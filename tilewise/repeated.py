@@ -181,6 +181,7 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, settled: Settled) -> Result:
         result = settled.forward(q, k, v)
         ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(result.lse_low)  # it may be shared by all calls
         ctx.save_for_backward(q, k, v, *result)
         ctx.settled = settled
         return result
