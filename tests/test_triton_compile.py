@@ -194,6 +194,18 @@ def test_each_target_gets_its_own() -> None:
         assert [kernel.metadata.target.arch for kernel in kernels] == [capability]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("architecture", ["80", "90"])
+def test_a_bias_and_a_range_in_one_call(architecture: str, dtype: torch.dtype) -> None:
+    """As T5 has them, in narrow heads: the compiler once failed on it."""
+    q = torch.empty(2, 20, 4, 8, dtype=dtype)
+    end = torch.full((2, 20), 14)
+    bias = torch.empty(1, 4, 20, 20)
+    problem = problem_of(q, q, q, bias=bias, key_range=(torch.zeros_like(end), end))
+    kernels = compile_problem(problem, target(architecture))
+    assert {"forward_kernel", "queries_kernel", "keys_kernel"} <= {k.name for k in kernels}
+
+
 def test_a_tile_that_is_too_large_is_found_out() -> None:
     key = Key("forward", 16, 128, "band", "long")
     with pytest.raises(AssertionError):
