@@ -35,6 +35,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -597,7 +598,7 @@ def compile_all(parts: list[str]) -> None:
     for problem, variant in what_is_needed(parts):
         with varied(variant):
             if hopper._plan(problem).shared_bytes <= hopper._SHARED_BYTES:
-                distinct[what_it_takes(problem), hopper.TRY] = (problem, variant)
+                distinct[what_it_takes(problem)] = (problem, variant)
     log(f"SUMMARY compiling {len(distinct)} kernels, those of {', '.join(parts)}")
     started = time.monotonic()
     with multiprocessing.get_context("fork").Pool(os.cpu_count(), start_worker) as pool:
@@ -843,11 +844,10 @@ def variant_cells() -> Iterator[Cell]:
 
 
 class Variant(NamedTuple):
-    """What is changed of a plan, of a walk's section (a factor), and the switches of the kernel."""
+    """What is changed of a plan, and of a walk's section (a factor)."""
 
     plan: dict[str, Any] | None = None
     section: float = 1.0
-    switches: int = 1
 
 
 def variants_of(problem: Problem) -> dict[str, Variant]:
@@ -856,17 +856,11 @@ def variants_of(problem: Problem) -> dict[str, Variant]:
         "chosen": Variant(),
         # exps that do not wait for P V: −2 … +3 %; D = 64 without: −5 %.
         "fence": Variant({"fenced": not plan.fenced}),
-        # No barriers and a quarter of the instructions in the producer: 0 … +3 %.
-        "one warp loads": Variant(switches=3),
-        "one warp loads, fence": Variant({"fenced": not plan.fenced}, switches=3),
         # +2 % at 1k, ±0 above.
         "q stages": Variant({"q_stages": 3 - plan.q_stages}),
         # −2 % causal (uneven), ±0 full.
         "dealt or drawn": Variant({"dynamic": not plan.dynamic}),
     }
-    if plan.dynamic and (plan.groups, plan.block_k) == (2, 128):
-        # S 1k causal −4 %, 4k −1 %, 16k 0.
-        tried["first block whole"] = Variant(switches=0)
     if plan.dynamic:
         # Fewer heads at a time, whose keys each half of the L2 can hold: 16k +2 %, else 0.
         tried |= {"section / 2": Variant(section=0.5), "section / 4": Variant(section=0.25)}
@@ -890,7 +884,10 @@ def variants_of(problem: Problem) -> dict[str, Variant]:
 @contextmanager
 def varied(variant: Variant) -> Iterator[None]:
     """Within the block the backend computes in another way than the chosen one."""
-    chosen_plan, chosen_order, switches = hopper._plan, hopper._order, hopper.TRY
+    chosen_plan, chosen_order = hopper._plan, hopper._order
+
+    def plan(problem: Problem) -> Any:
+        return chosen_plan(problem)._replace(**(variant.plan or {}))
 
     def order(*arguments: Any) -> Any:
         spec, walk = chosen_order(*arguments)
@@ -898,12 +895,8 @@ def varied(variant: Variant) -> Iterator[None]:
             section=max(1, min(walk.heads, int(walk.section * variant.section)))
         )
 
-    hopper._plan = lambda problem: chosen_plan(problem)._replace(**(variant.plan or {}))  # type: ignore[assignment]
-    hopper._order, hopper.TRY = order, variant.switches  # type: ignore[assignment]
-    try:
+    with mock.patch.multiple(hopper, _plan=plan, _order=order):
         yield
-    finally:
-        hopper._plan, hopper._order, hopper.TRY = chosen_plan, chosen_order, switches  # type: ignore[assignment]
 
 
 def prototypes() -> Any:

@@ -39,7 +39,6 @@ _SHARED_BYTES, _BARRIERS = 227 * 1024, 640
 _REGISTERS = {2: (168, 240), 3: (128, 160)}
 # Of the 50 or 60 MB of L2, what the keys and values may take of the heads that are worked on together.
 _L2_SHARE = 32 * 2**20
-TRY = 1
 # Below so many floating-point operations, some 30 µs, a launch takes longer than the Triton backend does.
 _FEWEST_OPERATIONS = 2**34
 # How many multiprocessors a GPU has that is not here.
@@ -275,7 +274,7 @@ def forward(problem: Problem) -> Result:
         view(out, rows, plan.heads, min(plan.block_dv, 128)),
     )
     maxnreg, registers = _REGISTERS[plan.groups]
-    sides = (*plan[:-2], ragged, plan.fenced, registers, plan.heads, TRY)
+    sides = (*plan[:-2], ragged, plan.fenced, registers, plan.heads)
     tile = kernels.Tile(*map(kernels.constexpr, sides))
     with current(q.device):
         spec, walk = _order(problem, plan)

@@ -69,9 +69,10 @@ __all__ = ["Tile", "Walk", "constexpr", "forward_kernel"]
 
 class Tile(NamedTuple):
     """All constexpr. GROUPS consumers of 64 rows; STAGES blocks of BLOCK_K keys; BLOCK_D and BLOCK_DV
-    columns in shared memory, D and DV of them in products; Q_STAGES tiles of q. DYNAMIC: programs draw tiles. RAGGED: the last block of keys may be cut
-    short. FENCED: see `compute_before`. REGISTERS of a consumer's threads.
-    HEADS that share a tile, since each has few rows: row r of them all is row r // HEADS of head r % HEADS."""
+    columns in shared memory, D and DV of them in products; Q_STAGES tiles of q. DYNAMIC: programs draw
+    tiles. RAGGED: the last block of keys may be cut short. FENCED: see `compute_before`. REGISTERS of a
+    consumer's threads. HEADS that share a tile, since each has few rows: row r of them all is row
+    r // HEADS of head r % HEADS."""
 
     GROUPS: Any
     BLOCK_K: Any
@@ -86,7 +87,6 @@ class Tile(NamedTuple):
     FENCED: Any
     REGISTERS: Any
     HEADS: Any
-    TRY: Any
 
 
 class Views(NamedTuple):
@@ -215,9 +215,7 @@ def _consume(views, shared, lse, spec, walk, tile, GROUP: gl.constexpr):
     RIGHT: gl.constexpr = (spec.band.right is not None) or (spec.key_start is not None)
     EDGE: gl.constexpr = (LEFT or RIGHT) or tile.RAGGED
     # With three consumers there are too few registers for it.
-    NARROW: gl.constexpr = (
-        RIGHT and tile.BLOCK_K == 2 * GROUP_ROWS and tile.GROUPS == 2 and tile.TRY & 1
-    )
+    NARROW: gl.constexpr = RIGHT and tile.BLOCK_K == 2 * GROUP_ROWS and tile.GROUPS == 2
     count = 0
     turn = 0
     open_turns(GROUP, tile.GROUPS)
@@ -539,28 +537,7 @@ def _forward_kernel(q, k, v, out, lse, spec, walk, tile):
         number_ring(2, 8 if spec.packed is None else 16, G),
     )
     fence_async_shared()
-    if tile.TRY & 2 and G == 2:
-        gl.warp_specialize(
-            [
-                (_consume, (views, shared, lse, spec, walk, tile, 0)),
-                (_consume, (views, shared, lse, spec, walk, tile, 1)),
-                (_produce, (views, shared, spec, walk, tile)),
-            ],
-            [4, 1],
-            [tile.REGISTERS, 24],
-        )
-    elif tile.TRY & 2:
-        gl.warp_specialize(
-            [
-                (_consume, (views, shared, lse, spec, walk, tile, 0)),
-                (_consume, (views, shared, lse, spec, walk, tile, 1)),
-                (_consume, (views, shared, lse, spec, walk, tile, 2)),
-                (_produce, (views, shared, spec, walk, tile)),
-            ],
-            [4, 4, 1],
-            [tile.REGISTERS, tile.REGISTERS, 24],
-        )
-    elif G == 2:
+    if G == 2:
         gl.warp_specialize(
             [
                 (_produce, (views, shared, spec, walk, tile)),
