@@ -40,6 +40,7 @@ from unittest import mock
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
+from checking import Check, bits, short
 from torch import Tensor
 
 import tilewise
@@ -50,6 +51,7 @@ from tilewise.kernels import twins
 from tilewise.results import accumulation_dtype
 from tilewise.spec import Problem
 from tilewise.testing import CASES, Call, Case, Maker, make_call
+from tilewise.tuning.search import poisoned
 from tilewise.tuning.workers import start_worker
 
 CHECKS = ("plain", "features", "shapes", "packed", "probes", "odd")
@@ -61,12 +63,6 @@ PACKED_LENGTHS = USUAL.packed
 
 
 # ------------------------------------------------------------------ cases
-
-
-class Check(NamedTuple):
-    name: str
-    run: Callable[[], str]
-    problem: Callable[[str], Problem] | None = None
 
 
 def served(case: Case, dtype: torch.dtype) -> bool:
@@ -260,27 +256,7 @@ def checks(part: str) -> Iterator[Check]:
             yield Check(f"{case}, {short(dtype)}", run_it)
 
 
-def short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 # ------------------------------------------------------------------ judging
-
-
-@contextmanager
-def poisoned() -> Iterator[None]:
-    """Within the block new tensors are full of NaN: what is not written shows."""
-    plain = torch.Tensor.new_empty
-
-    def new_empty(self: Tensor, *arguments: Any, **options: Any) -> Tensor:
-        t = plain(self, *arguments, **options)
-        return t.fill_(float("nan")) if t.is_floating_point() else t
-
-    torch.Tensor.new_empty = new_empty  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        torch.Tensor.new_empty = plain  # type: ignore[method-assign]
 
 
 def run(call: Call) -> tuple[Tensor, Tensor]:
@@ -305,10 +281,6 @@ def judged(call: Call, dtype: torch.dtype) -> str:
     if not all(torch.equal(bits(a), bits(b)) for a, b in zip((out, lse), again, strict=True)):
         wrong.append("a rerun gave other bits")
     return "; ".join(wrong)
-
-
-def bits(t: Tensor) -> Tensor:
-    return t.contiguous().view(torch.uint8)
 
 
 def probes() -> Iterator[Check]:
