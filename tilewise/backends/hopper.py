@@ -22,7 +22,7 @@ from tilewise.kernels import twins
 from tilewise.kernels.launch import current, launch
 from tilewise.results import Result, nothing, result_shapes
 from tilewise.spec import Problem
-from tilewise.tuning.config import Key, config_for, length_bucket, mask_kind
+from tilewise.tuning.config import Key, config_for, device_name, length_bucket, mask_kind
 
 SPLITS_LSE = False
 # The backend whose backward pass continues from here: out and lse are what its own forward would leave.
@@ -215,7 +215,7 @@ def _plan(problem: Problem) -> _Plan:
     s = problem.scores
     kind = mask_kind(banded, general=s.softcap is not None or s.alibi_slopes is not None)
     key = Key("hopper_forward", 16, max(block_d, block_dv), kind, length)
-    chosen = config_for(_device_name(problem.q.device), key)
+    chosen = config_for(device_name(problem.q.device), key)
     groups, stages = chosen.block_q // _GROUP_ROWS, chosen.num_stages
     fenced = max(block_d, block_dv) == 64
     # Whose tiles are not all equally long.
@@ -413,8 +413,3 @@ def _multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return _MULTIPROCESSORS
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@functools.cache
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

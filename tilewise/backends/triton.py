@@ -34,6 +34,7 @@ from tilewise.tuning.config import (
     Config,
     Key,
     config_for,
+    device_name,
     least_shared_bytes,
     length_bucket,
     mask_kind,
@@ -260,12 +261,9 @@ def _config(problem: Problem, operation: str) -> Config:
         length = max(q.shape[0] if n is None else n for n in hints)
     width = max(twins.power_of_two(q.shape[-1]), twins.power_of_two(v.shape[-1]))
     kind, bits = mask_kind(banded, general), product_bits(q.dtype, _architecture(q.device))
-    return config_for(_name(q.device), Key(operation, bits, width, kind, length_bucket(length)))
-
-
-@functools.cache
-def _name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return config_for(
+        device_name(q.device), Key(operation, bits, width, kind, length_bucket(length))
+    )
 
 
 def _tiles(problem: Problem, block: int, of_keys: bool) -> int:

@@ -96,6 +96,12 @@ def overridden() -> bool:
     return bool(_overrides.get())
 
 
+@functools.cache
+def device_name(device: torch.device) -> str:
+    """As tables name it: as its driver does, and without one by its type."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
 def config_for(device: str, key: Key) -> Config:
     """The configuration of a kernel on a device, which is named as its driver names it."""
     overrides = _overrides.get()
