@@ -359,16 +359,13 @@ def _tmas(problem: Problem, block: int, *tensors: Tensor) -> tuple[Any, ...]:
 
 
 def _has_tma(problem: Problem) -> bool:
-    """Whether tiles may be read by descriptors. Not on a GPU where sequences are packed: from 512 tokens on
-    that ended in illegal instructions on an H200 (Triton 3.6.0), for a reason not found yet."""
-    if interpreted():
-        return True
-    return problem.packed is None and _architecture(problem.q.device) >= 90
+    """Whether tiles may be read by descriptors. Not where sequences are packed: from 512 tokens on that ended
+    in illegal instructions on an H200 (Triton 3.6.0), for a reason not found yet."""
+    return problem.packed is None and (interpreted() or _architecture(problem.q.device) >= 90)
 
 
 def _tma(t: Tensor, block: int) -> Any:
-    """Of tokens (B, S, H, D), or packed (total, H, D)."""
-    t = t if t.ndim == 4 else t.unsqueeze(0)
+    """Of tokens (B, S, H, D)."""
     if t.shape[1] < _SHORTEST_TMA:
         return None
     return _descriptor(t, [1, block, 1, twins.power_of_two(t.shape[-1])])
@@ -378,20 +375,16 @@ def _line_tmas(problem: Problem, block: int, *lines: Tensor) -> tuple[Any, ...]:
     """Descriptors for loads of (1, 1, block) numbers of `_aligned_lines`, or None."""
     if not _has_tma(problem) or lines[0].shape[-1] < _SHORTEST_TMA:
         return (None,) * len(lines)
-    return tuple(_descriptor(t if t.ndim == 3 else t.unsqueeze(0), [1, 1, block]) for t in lines)
+    return tuple(_descriptor(t, [1, 1, block]) for t in lines)
 
 
 def _bias_tma(problem: Problem, chosen: Config, of: Tensor | None = None) -> Any:
-    """A descriptor of the bias, or of what is laid out beside it, in tiles (1, 1, block_q, block_k).
-
-    Packed: None, since the rows of the next sequence would be seen, and keys past the last column.
-    """
+    """A descriptor of the bias, or of what is laid out beside it, in tiles (1, 1, block_q, block_k)."""
     bias = problem.scores.bias if of is None else of
-    if bias is None or problem.packed is not None or not _has_tma(problem):
+    if bias is None or not _has_tma(problem):
         return None
     if 1 in bias.shape[-2:] or problem.k.shape[1] < _SHORTEST_TMA:
         return None
-    bias = bias[(None,) * (4 - bias.ndim)]
     return _descriptor(bias, [1, 1, chosen.block_q, chosen.block_k])
 
 

@@ -148,14 +148,12 @@ def alone(q, dout, base, delta, at, head, i, spec, tile):
 
 
 @triton.jit
-def load_lines(t, tma, at, head, i, other, spec, tile):
+def load_lines(t, tma, at, head, i, other, tile):
     """The numbers of rows i … of a head; past the last row `other`, by a descriptor 0."""
     rows = i + tl.arange(0, tile.BLOCK_Q)
     if tma is not None:
-        first = tl.cast(at.start_q + i, tl.int32)
+        first = tl.cast(i, tl.int32)
         numbers = tma.load([at.batch.to(tl.int32), head, first]).reshape([tile.BLOCK_Q])
-        if spec.packed is not None:
-            numbers = tl.where(rows < at.sq, numbers, other)
     elif tile.RAGGED_Q:
         numbers = tl.load(line(t, at, head, at.start_q, rows), mask=rows < at.sq, other=other)
     else:
@@ -544,8 +542,8 @@ def _key_tile(
         s = seen_product(y.k, tl.trans(q_tile), seen if EARLY else None, tile.PRECISION)
         dp = product(y.v, tl.trans(dout_tile), tile.PRECISION)
         # After the products, or they would take registers meanwhile.
-        of_base = load_lines(base, tmas.base, at, head, i, float("inf"), spec, tile)
-        of_delta = load_lines(delta, tmas.delta, at, head, i, 0.0, spec, tile)
+        of_base = load_lines(base, tmas.base, at, head, i, float("inf"), tile)
+        of_delta = load_lines(delta, tmas.delta, at, head, i, 0.0, tile)
         x = Queries(q_tile, dout_tile, Rows(numbers, None, None), of_base, of_delta)
     g = scored(s, dp, x, j0, seen, bias, at, head, spec, tile, CAREFUL, True)
     dv = add_product(found.dv, g.kept.to(x.dout.dtype), x.dout, tile.PRECISION)

@@ -344,6 +344,7 @@ def _scores(q, k, count, tile, COLUMNS: gl.constexpr):
 @gluon.jit
 def _nothing(tile):
     """The sum of no values: [rows, columns] of each part of the columns."""
+    # Kernels know no (*o, x).
     o = ()
     for i in gl.static_range(parts_of(tile.DV)):
         o = o + (_zeros(part_width(tile.DV, i)),)  # noqa: RUF005
