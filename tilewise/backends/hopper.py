@@ -392,7 +392,10 @@ def _schedule(q: Tensor, spec: Any, rows: int) -> Tensor:
     return schedule
 
 
+# Of a device: one counter per stream, and many that launches in CUDA graphs have not used yet.
 _counters: dict[tuple[torch.device, int], Tensor] = {}
+_unused: dict[torch.device, list[Tensor]] = {}
+_CAPTURED = 4096
 
 
 def _counter(device: torch.device) -> Tensor:
@@ -401,7 +404,13 @@ def _counter(device: torch.device) -> Tensor:
     if device.type != "cuda":
         return torch.zeros(1, dtype=torch.int32)
     if torch.cuda.is_current_stream_capturing():
-        return torch.zeros(1, dtype=torch.int32, device=device)
+        # One made here would be cleared again in every replay, by a kernel of its own.
+        unused = _unused.get(device)
+        return unused.pop() if unused else torch.zeros(1, dtype=torch.int32, device=device)
+    if device not in _unused:
+        # 16 bytes each: to Triton another alignment would be another kernel.
+        _unused[device] = list(torch.zeros(_CAPTURED, 4, dtype=torch.int32, device=device))
+        torch.cuda.synchronize(device)
     key = (device, torch.cuda.current_stream(device).cuda_stream)
     if key not in _counters:
         _counters[key] = torch.zeros(1, dtype=torch.int32, device=device)

@@ -132,10 +132,9 @@ def _produce(views, shared, spec, walk, tile):
     # As many as a power of two that holds them.
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     within = gl.arange(0, 128 if tile.GROUPS == 2 else 256, layout)
-    while number < per_head * walk.heads:
-        work = work_of(
-            number, per_head, within, walk, spec, tile.GROUPS * ROWS, tile.BLOCK_K, tile.HEADS
-        )
+    total = per_head * walk.heads
+    work = _work(number, per_head, within, spec, walk, tile)
+    while number < total:
         keys = _keys(work.at)
         j = work.first + (work.blocks - 1) * tile.BLOCK_K
         wait_empty(shared.k, count)
@@ -146,12 +145,6 @@ def _produce(views, shared, spec, walk, tile):
             wait_empty(shared.q, use)
             load_tile(views.q, _queries(work.at), row, work.head, shared.q, use)
         put_numbers(shared.orders, turn, _order(work, spec))
-        number += gl.num_programs(0)
-        if tile.DYNAMIC:
-            drawn = gl.atomic_add(walk.drawn, 1, sem="relaxed")
-            # As many are drawn as there are tiles: after the last one the counter is as it was.
-            gl.store(walk.drawn, 0, mask=drawn == per_head * walk.heads - 1)
-            number = gl.num_programs(0) + drawn
         for _ in range(work.blocks - 1):
             wait_empty(shared.k, count + 1)
             load_tile(views.k, keys, j - tile.BLOCK_K, work.kv_head, shared.k, count + 1)
@@ -159,11 +152,27 @@ def _produce(views, shared, spec, walk, tile):
             load_tile(views.v, keys, j, work.kv_head, shared.v, count)
             j -= tile.BLOCK_K
             count += 1
+        # What comes next is found while consumers have two blocks to do, so that they need not wait; not
+        # earlier, since who draws a tile long before its time may begin it after all others have ended.
+        number += gl.num_programs(0)
+        if tile.DYNAMIC:
+            drawn = gl.atomic_add(walk.drawn, 1, sem="relaxed")
+            # As many are drawn as there are tiles: after the last one the counter is as it was.
+            gl.store(walk.drawn, 0, mask=drawn == total - 1)
+            number = gl.num_programs(0) + drawn
+        following = _work(gl.minimum(number, total - 1), per_head, within, spec, walk, tile)
         wait_empty(shared.v, count)
         load_tile(views.v, keys, j, work.kv_head, shared.v, count)
         count += 1
         turn += 1
+        work = following
     put_numbers(shared.orders, turn, (0, 0))
+
+
+@gluon.jit
+def _work(number, per_head, within, spec, walk, tile):
+    ROWS: gl.constexpr = GROUP_ROWS // tile.HEADS * tile.GROUPS
+    return work_of(number, per_head, within, walk, spec, ROWS, tile.BLOCK_K, tile.HEADS)
 
 
 @gluon.jit
@@ -486,7 +495,9 @@ def _finish(o, l, m, rows, i0, work, views, buffer, lse, spec, tile):
         share = gl.exp2((m - base) * LOG2E)
         l = l * share + gl.exp2((sink - base) * LOG2E)
         m = total
-    empty = l == 0.0
+    # Not where l is 0 though there are keys: there logits are beyond what the product with the unit leaves
+    # exact, some 1e9, and the result is NaN.
+    empty = m == NEG_INF
     share = share / gl.where(empty, 1.0, l)
     total = gl.where(empty, NEG_INF, m + gl.log(l))
     start = gl.cast(at.start_q, gl.int64)
