@@ -37,10 +37,11 @@ _SHARED_BYTES, _BARRIERS = 227 * 1024, 640
 # By the number of consumers: registers of a thread at the start, which fill the multiprocessor, and those
 # that a consumer's has once the producer's gave most of theirs away.
 _REGISTERS = {2: (168, 240), 3: (128, 160)}
-# Of the 50 or 60 MB of L2, what the keys and values may take of the heads that are worked on together.
-_L2_SHARE = 32 * 2**20
-# Below so many floating-point operations, some 30 µs, a launch takes longer than the Triton backend does.
-_FEWEST_OPERATIONS = 2**34
+# What the keys and values may take of the heads that are worked on together: half of the 50 or 60 MB of L2
+# may hold a copy of what the other half holds. Packed sequences need more tiles to choose from.
+_L2_SHARE, _L2_SHARE_PACKED = 16 * 2**20, 32 * 2**20
+# Below so many floating-point operations, some 15 µs, a launch takes longer than the Triton backend does.
+_FEWEST_OPERATIONS = 2**33
 # How many multiprocessors a GPU has that is not here.
 _MULTIPROCESSORS = 132
 # Coordinates of packed tokens are 32-bit.
@@ -223,8 +224,10 @@ def _plan(problem: Problem) -> _Plan:
     blocks = (block_d, block_dv)
     d, dv = (_columns(t.shape[-1], n) for t, n in zip((problem.q, problem.v), blocks, strict=True))
     plan = _Plan(groups, chosen.block_k, *blocks, d, dv, stages, 2, dynamic, fenced)
-    # Short tiles wait for their queries often enough to load those of the next one ahead.
-    if length == "long" or plan.shared_bytes > _SHARED_BYTES:
+    # The queries of the next tile are loaded ahead, which gives 1 to 3 %; where products are made in parts,
+    # it takes 4 % of long sequences.
+    in_parts = (d, dv) != blocks
+    if (in_parts and length == "long") or plan.shared_bytes > _SHARED_BYTES:
         plan = plan._replace(q_stages=1)
     return plan._replace(heads=_sharing_heads(problem, plan))
 
@@ -274,7 +277,8 @@ def forward(problem: Problem) -> Result:
         view(out, rows, plan.heads, min(plan.block_dv, 128)),
     )
     maxnreg, registers = _REGISTERS[plan.groups]
-    sides = (*plan[:-2], ragged, plan.fenced, registers, plan.heads)
+    aligned = _aligned_band(problem, plan)
+    sides = (*plan[:-2], ragged, aligned, plan.fenced, registers, plan.heads)
     tile = kernels.Tile(*map(kernels.constexpr, sides))
     with current(q.device):
         spec, walk = _order(problem, plan)
@@ -292,6 +296,20 @@ def _seen_keys(problem: Problem) -> tuple[int, int]:
         return 0, problem.k.shape[1]
     first, _, _, last = problem.bounds(0, problem.q.shape[1])
     return first, last
+
+
+def _aligned_band(problem: Problem, plan: _Plan) -> bool:
+    """Whether rows of a consumer see all of every block but the last that they see (Tile.ALIGNED): kernels
+    that need not be ready for more are half as long, and fit the instruction cache."""
+    band = problem.band
+    if problem.packed is not None or problem.key_range is not None or plan.heads > 1:
+        return False
+    if band.left is not None or band.right is None:
+        return False
+    first, last = _seen_keys(problem)
+    sq, sk = problem.q.shape[1], problem.k.shape[1]
+    begin = band.offset(sq, sk) - first + band.right
+    return begin % plan.block_k == 0 and begin <= last - first - sq
 
 
 def _seen_values(problem: Problem) -> Tensor:
@@ -365,20 +383,21 @@ def _order(problem: Problem, plan: _Plan) -> tuple[Any, Any]:
         first, last = _seen_keys(problem)
         spec = spec._replace(sizes=spec.sizes._replace(sk=last - first))
         heads, per_head = q.shape[0] * q.shape[2] // plan.heads, -(-q.shape[1] // plan.rows)
-        section = _section(heads, problem.groups // plan.heads, (last - first) * bytes_per_key)
+        groups, kv_bytes = problem.groups // plan.heads, (last - first) * bytes_per_key
+        section = _section(heads, groups, kv_bytes, _L2_SHARE)
         offset = problem.band.offset(q.shape[1], k.shape[1]) - first
         return spec, Walk(
             per_head, heads, section if plan.dynamic else 1, offset, None, None, drawn
         )
     heads, count = q.shape[1], spec.packed.count
-    section = _section(heads, problem.groups, k.shape[0] * bytes_per_key)
+    section = _section(heads, problem.groups, k.shape[0] * bytes_per_key, _L2_SHARE_PACKED)
     schedule = _schedule(q, spec, plan.rows)
     return spec, Walk(0, heads, section, 0, schedule, count.bit_length(), drawn)
 
 
-def _section(heads: int, groups: int, kv_bytes: int) -> int:
+def _section(heads: int, groups: int, kv_bytes: int, share: int) -> int:
     """How many heads are worked on together, of which each `groups` read so many bytes."""
-    most = max(1, _L2_SHARE // max(1, kv_bytes)) * groups
+    most = max(1, share // max(1, kv_bytes)) * groups
     return -(-heads // -(-heads // most))
 
 

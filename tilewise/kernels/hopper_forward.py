@@ -25,6 +25,7 @@ from tilewise.kernels.hopper_pipeline import (
     Part,
     await_stored,
     await_turn,
+    beside_zeros,
     close_turns,
     compute_before,
     give_back,
@@ -70,7 +71,9 @@ __all__ = ["Tile", "Walk", "constexpr", "forward_kernel"]
 class Tile(NamedTuple):
     """All constexpr. GROUPS consumers of 64 rows; STAGES blocks of BLOCK_K keys; BLOCK_D and BLOCK_DV
     columns in shared memory, D and DV of them in products; Q_STAGES tiles of q. DYNAMIC: programs draw
-    tiles. RAGGED: the last block of keys may be cut short. FENCED: see `compute_before`. REGISTERS of a
+    tiles. RAGGED: the last block of keys may be cut short. ALIGNED: the band has no left side, and its right
+    one begins with a block: a consumer's rows see all of a block but their first, and of that, with two
+    consumers, the first one's only its first half. FENCED: see `compute_before`. REGISTERS of a
     consumer's threads. HEADS that share a tile, since each has few rows: row r of them all is row
     r // HEADS of head r % HEADS."""
 
@@ -84,6 +87,7 @@ class Tile(NamedTuple):
     Q_STAGES: Any
     DYNAMIC: Any
     RAGGED: Any
+    ALIGNED: Any
     FENCED: Any
     REGISTERS: Any
     HEADS: Any
@@ -224,7 +228,7 @@ def _consume(views, shared, lse, spec, walk, tile, GROUP: gl.constexpr):
     RIGHT: gl.constexpr = (spec.band.right is not None) or (spec.key_start is not None)
     EDGE: gl.constexpr = (LEFT or RIGHT) or tile.RAGGED
     # With three consumers there are too few registers for it.
-    NARROW: gl.constexpr = RIGHT and tile.BLOCK_K == 2 * GROUP_ROWS and tile.GROUPS == 2
+    HALVES: gl.constexpr = RIGHT and tile.BLOCK_K == 2 * GROUP_ROWS and tile.GROUPS == 2
     count = 0
     turn = 0
     open_turns(GROUP, tile.GROUPS)
@@ -236,7 +240,7 @@ def _consume(views, shared, lse, spec, walk, tile, GROUP: gl.constexpr):
         i0 = at.tile_start + GROUP * ROWS
         rows = interval(i0 + gl.arange(0, GROUP_ROWS, ROW) // tile.HEADS, at, spec)
         blocks = blocks_of(rows.number, i0, work, spec, ROWS, tile.BLOCK_K)
-        if RIGHT:
+        if RIGHT and not (tile.ALIGNED and tile.GROUPS == 2):
             for _ in range(blocks.last + 1, work.blocks):
                 _skip(shared, count, GROUP, tile)
                 count += 1
@@ -245,29 +249,24 @@ def _consume(views, shared, lse, spec, walk, tile, GROUP: gl.constexpr):
         wait_full(shared.q, use)
         q = slot(shared.q, use)
         o = _nothing(tile)
-        full_last = blocks.full_last
-        if NARROW:
-            if (blocks.width <= tile.BLOCK_K // 2) & (
-                (blocks.full_first < full_last) & (full_last == blocks.last)
-            ):
+        if HALVES and not tile.ALIGNED:
+            if blocks.width <= GROUP_ROWS:
                 p, l, m = _first(
                     q, shared, count, rows, work, blocks.last, spec, tile, GROUP, True, EDGE
                 )
-                full_last -= 1
-                o, p, l, m = _step(
-                    o, p, l, m, q, shared, count, rows, work, full_last, spec, tile, GROUP, False
-                )
-                count += 1
             else:
                 p, l, m = _first(
                     q, shared, count, rows, work, blocks.last, spec, tile, GROUP, False, EDGE
                 )
         else:
+            NARROW: gl.constexpr = HALVES and GROUP == 0
             p, l, m = _first(
-                q, shared, count, rows, work, blocks.last, spec, tile, GROUP, False, EDGE
+                q, shared, count, rows, work, blocks.last, spec, tile, GROUP, NARROW, EDGE
             )
-        if RIGHT:
-            for block in range(blocks.last - 1, blocks.full_last - 1, -1):
+        full_last = blocks.last
+        if RIGHT and not tile.ALIGNED:
+            full_last = blocks.full_last
+            for block in range(blocks.last - 1, full_last - 1, -1):
                 o, p, l, m = _step(
                     o, p, l, m, q, shared, count, rows, work, block, spec, tile, GROUP, True
                 )
@@ -320,8 +319,8 @@ def _first(
     NARROW: gl.constexpr,
     EDGE: gl.constexpr,
 ):
-    """The probabilities, their sums and the maximum of the first block. NARROW: of the first half of it,
-    no row sees the second."""
+    """The probabilities, their sums and the maximum of the first block. NARROW: no row sees its second half,
+    whose probabilities are 0."""
     COLUMNS: gl.constexpr = tile.BLOCK_K // 2 if NARROW else tile.BLOCK_K
     none = _zeros(tile.BLOCK_K)
     l = partial_row_sums(none)
@@ -334,7 +333,10 @@ def _first(
     m = gl.full([GROUP_ROWS], NEG_INF, gl.float32, gl.SliceLayout(1, s.type.layout))
     p, m, _ = _softmax(s, m, rows, work, block, spec, tile, EDGE)
     l = gl.convert_layout(partial_row_sums(p), l.type.layout, assert_trivial=True)
-    return pack(p, shared.v.data.dtype), l, _beside(m, none)
+    p = pack(p, shared.v.data.dtype)
+    if NARROW:
+        p = beside_zeros(p, pack(none, shared.v.data.dtype))
+    return p, l, _beside(m, none)
 
 
 @gluon.jit
@@ -367,10 +369,8 @@ def _zeros(COLUMNS: gl.constexpr):
 
 @gluon.jit
 def _add_values(o, p, v, count, tile):
-    """o + p v with as many keys of block `count` as p has, on its way."""
+    """o + p v with block `count`, on its way."""
     values = slot(v, count)
-    if values.shape[0] > 2 * p.shape[1]:
-        values = values.slice(0, 2 * p.shape[1])
     sums = ()
     for i in gl.static_range(parts_of(tile.DV)):
         part = part_of(values, tile.DV, i)

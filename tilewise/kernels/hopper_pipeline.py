@@ -309,6 +309,14 @@ def unpack(pairs, dtype: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
+def beside_zeros(pairs, wide):
+    """pairs, and as many columns of zeros: laid out like `wide`, of twice as many columns."""
+    both = gl.permute(gl.join(pairs, gl.zeros_like(pairs)), (0, 2, 1))
+    both = gl.reshape(both, [pairs.shape[0], 2 * pairs.shape[1]])
+    return gl.convert_layout(both, wide.type.layout, assert_trivial=True)
+
+
+@gluon.jit
 def keep(x):
     """x, whose registers hold it up to here: no instruction reads what a product in flight still reads."""
     return gl.inline_asm_elementwise("", "=r,0", [x], dtype=x.dtype, is_pure=False, pack=1)
