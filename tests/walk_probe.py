@@ -59,9 +59,13 @@ def walk_kernel(
         tl.store(out + 11 + 4 * group, blocks.width)
 
 
+def plan_of(heads: int = 1) -> hopper._Plan:
+    return hopper._Plan(GROUPS, BLOCK_K, 64, 64, 64, 64, 2, 1, False, heads=heads)
+
+
 def walked(problem: Problem, section: int, heads: int = 1) -> list[list[int]]:
     """The fields of the tiles of a problem, in the order of the walk."""
-    plan = hopper._Plan(GROUPS, BLOCK_K, 64, 64, 64, 64, 2, 1, False, heads=heads)
+    plan = plan_of(heads)
     spec, walk = hopper._order(problem, plan)
     walk = walk._replace(section=min(section, walk.heads), drawn=None)
     most = hopper._most_tiles(problem, plan)
@@ -85,6 +89,8 @@ def check(
     assert sorted((x[0], x[1], x[3]) for x in tiles) == sorted(everywhere), "each tile once"
     for tile in tiles:
         check_tile(problem, tile, first, last, GROUP_ROWS // heads)
+        if hopper._aligned_band(problem, plan_of(heads)):
+            check_aligned_tile(problem, tile, first)
 
 
 def check_tile(
@@ -108,6 +114,20 @@ def check_tile(
         full = slice(first_key + BLOCK_K * full_first, first_key + BLOCK_K * full_last)
         # The last block is masked whatever it is, and so is one at either end where there is a band.
         assert full.start == full.stop or (full.stop <= last - first and seen[:, full].all())
+
+
+def check_aligned_tile(problem: Problem, tile: list[int], first: int) -> None:
+    """Both groups take all blocks, see all of every one but the last, and of that the first group none of the
+    second half: kernels for aligned bands rely on it."""
+    sq = problem.q.shape[1]
+    _, _, _, start, first_key, blocks, _, _, *edges = tile
+    _, hi = (t[0] - first for t in problem.interval(0, sq))
+    for group in range(GROUPS):
+        end, width = edges[4 * group + 2 : 4 * group + 4]
+        assert end == blocks - 1
+        assert group > 0 or width <= BLOCK_K // 2
+        rows = hi[start + group * GROUP_ROWS : start + (group + 1) * GROUP_ROWS]
+        assert (rows >= first_key + BLOCK_K * end).all() or end == 0
 
 
 def check_packed(lengths_q, lengths_k, past: int, hq: int, section: int, **options: object) -> None:
@@ -149,6 +169,14 @@ def main() -> None:
         for align, left, right in itertools.product(("bottom-right", "top-left"), sides, sides):
             if choice.random() < 0.12 or (left, right, sq) == (None, 0, 40):
                 check(1, sq, sk, 1, 1, 1, align=align, window_size=(left, right))
+    aligned = 0
+    for sq, sk, right in itertools.product((1, 16, 33, 40, 64, 75), (16, 33, 72, 107), (0, 16, 32, 5)):
+        for align in ("bottom-right", "top-left"):
+            options = {"align": align, "window_size": (None, right)}
+            check(1, sq, sk, 1, 1, 1, **options)
+            q, k = torch.empty(1, sq, 1, 8), torch.empty(1, sk, 1, 8)
+            aligned += hopper._aligned_band(problem_of(q, k, k, **options), plan_of())
+    assert 20 < aligned < 100, aligned
     for b, hq, hkv, section in ((3, 4, 2, 1), (2, 6, 3, 5), (1, 5, 1, 2), (2, 4, 4, 100)):
         check(b, 40, 40, hq, hkv, section, causal=True)
     for b, hq, hkv, heads in ((2, 4, 2, 2), (1, 8, 2, 4), (3, 8, 1, 8), (1, 16, 1, 8)):
