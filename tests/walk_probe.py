@@ -170,7 +170,9 @@ def main() -> None:
             if choice.random() < 0.12 or (left, right, sq) == (None, 0, 40):
                 check(1, sq, sk, 1, 1, 1, align=align, window_size=(left, right))
     aligned = 0
-    for sq, sk, right in itertools.product((1, 16, 33, 40, 64, 75), (16, 33, 72, 107), (0, 16, 32, 5)):
+    for sq, sk, right in itertools.product(
+        (1, 16, 33, 40, 64, 75), (16, 33, 72, 107), (0, 16, 32, 5)
+    ):
         for align in ("bottom-right", "top-left"):
             options = {"align": align, "window_size": (None, right)}
             check(1, sq, sk, 1, 1, 1, **options)
