@@ -273,6 +273,7 @@ def test_walk():
 
 CU = torch.tensor([0, 100, 300])
 PACKED = {"cu_seqlens_q": CU, "cu_seqlens_k": CU}
+UNEQUAL = {"cu_seqlens_q": CU, "cu_seqlens_k": CU.clone()}
 
 
 @pytest.mark.parametrize(
@@ -295,6 +296,7 @@ PACKED = {"cu_seqlens_q": CU, "cu_seqlens_k": CU}
         ),
         ({"sq": 20, "hq": 64, "hkv": 8}, {"causal": True, "sinks": torch.ones(64)}, 168, 0),
         ({"sq": 300}, {"causal": True, "sinks": torch.ones(4), **PACKED}, 168, 0),
+        ({"sq": 300}, {"causal": True, **UNEQUAL}, 168, 0),
     ],
 )
 def test_compiles(shape, options, registers, spilled):

@@ -136,6 +136,8 @@ def check_packed(lengths_q, lengths_k, past: int, hq: int, section: int, **optio
         torch.tensor([0, *itertools.accumulate(n)], dtype=torch.int64)
         for n in (lengths_q, lengths_k)
     )
+    if lengths_q == lengths_k:
+        cu_k = cu_q
     q, k = torch.empty(int(cu_q[-1]) + past, hq, 8), torch.empty(int(cu_k[-1]) + past, hq, 8)
     problem = problem_of(q, k, k, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, **options)
     tiles = walked(problem, section)
@@ -159,6 +161,8 @@ def check_packed(lengths_q, lengths_k, past: int, hq: int, section: int, **optio
         assert (start_q, start_k) == (part.queries.start, part.keys.start)
         _, _, _, last = part.problem.bounds(0, part.problem.q.shape[1])
         check_tile(part.problem, tile, 0, last)
+        if hopper._aligned_band(problem, plan_of()):
+            check_aligned_tile(part.problem, tile, 0)
 
 
 def main() -> None:
@@ -200,8 +204,13 @@ def main() -> None:
         ((40, 1, 0, 100, 16, 16), (7, 0, 9, 300, 16, 31), 0),
         ((0, 0, 33), (0, 5, 33), 20),
     ):
-        for align, side in (("top-left", None), ("bottom-right", 0), ("top-left", 20)):
-            options = {"align": align, "window_size": (side and 2 * side, side)}
+        for align, left, side in (
+            ("top-left", None, None),
+            ("bottom-right", 0, 0),
+            ("bottom-right", None, 0),
+            ("top-left", 40, 20),
+        ):
+            options = {"align": align, "window_size": (left, side)}
             check_packed(lengths_q, lengths_k, past, 2, 1, **options)
     check_packed((3,) * 70, (3,) * 70, 0, 1, 1)
 

@@ -301,11 +301,12 @@ def _seen_keys(problem: Problem) -> tuple[int, int]:
 def _aligned_band(problem: Problem, plan: _Plan) -> bool:
     """Whether rows of a consumer see all of every block but the last that they see (Tile.ALIGNED): kernels
     that need not be ready for more are half as long, and fit the instruction cache."""
-    band = problem.band
-    if problem.packed is not None or problem.key_range is not None or plan.heads > 1:
+    band, packed = problem.band, problem.packed
+    if problem.key_range is not None or plan.heads > 1 or band.left is not None or band.right is None:
         return False
-    if band.left is not None or band.right is None:
-        return False
+    if packed is not None:
+        # Of lengths on the device it is known only whether they are the same.
+        return packed.cu_seqlens_q is packed.cu_seqlens_k and band.right == 0
     first, last = _seen_keys(problem)
     sq, sk = problem.q.shape[1], problem.k.shape[1]
     begin = band.offset(sq, sk) - first + band.right
