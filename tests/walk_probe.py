@@ -32,6 +32,7 @@ def walk_kernel(
     GROUPS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     HEADS: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):
     """out: (tiles or more, FIELDS)."""
     number = tl.program_id(0)
@@ -40,7 +41,9 @@ def walk_kernel(
         return
     out += number * (8 + 4 * GROUPS)
     within = tl.arange(0, GROUP_ROWS * GROUPS)
-    work = work_of(number, per_head, within, walk, spec, GROUP_ROWS * GROUPS, BLOCK_K, HEADS)
+    work = work_of(
+        number, per_head, within, walk, spec, GROUP_ROWS * GROUPS, BLOCK_K, HEADS, ALIGNED
+    )
     tl.store(out, work.at.number)
     tl.store(out + 1, work.head)
     tl.store(out + 2, work.kv_head)
@@ -70,7 +73,8 @@ def walked(problem: Problem, section: int, heads: int = 1) -> list[list[int]]:
     walk = walk._replace(section=min(section, walk.heads), drawn=None)
     most = hopper._most_tiles(problem, plan)
     got = torch.full((most, FIELDS), -1, dtype=torch.int32)
-    walk_kernel[(most,)](got, spec, walk, GROUP_ROWS // heads, GROUPS, BLOCK_K, heads)
+    aligned = hopper._aligned_band(problem, plan)
+    walk_kernel[(most,)](got, spec, walk, GROUP_ROWS // heads, GROUPS, BLOCK_K, heads, aligned)
     tiles: list[list[int]] = got.tolist()
     return [tile for tile in tiles if tile[0] >= 0]
 
@@ -90,7 +94,7 @@ def check(
     for tile in tiles:
         check_tile(problem, tile, first, last, GROUP_ROWS // heads)
         if hopper._aligned_band(problem, plan_of(heads)):
-            check_aligned_tile(problem, tile, first)
+            check_aligned_tile(problem, tile, first, last)
 
 
 def check_tile(
@@ -116,18 +120,22 @@ def check_tile(
         assert full.start == full.stop or (full.stop <= last - first and seen[:, full].all())
 
 
-def check_aligned_tile(problem: Problem, tile: list[int], first: int) -> None:
-    """Both groups take all blocks, see all of every one but the last, and of that the first group none of the
-    second half: kernels for aligned bands rely on it."""
+def check_aligned_tile(problem: Problem, tile: list[int], first: int, last: int) -> None:
+    """Both groups take all blocks, of which the right end of the band cuts the last alone, and of that the first
+    group sees none of the second half; and they are no more than of blocks that begin anywhere."""
     sq = problem.q.shape[1]
     _, _, _, start, first_key, blocks, _, _, *edges = tile
-    _, hi = (t[0] - first for t in problem.interval(0, sq))
+    lo, hi = (t[0] - first for t in problem.interval(0, sq))
+    whole = start + GROUPS * GROUP_ROWS <= sq
+    rows = slice(start, start + GROUPS * GROUP_ROWS)
+    width = min(int(hi[rows].max()), last - first) - max(int(lo[rows].min()), 0)
+    assert blocks <= max(1, -(-width // BLOCK_K)) + (not whole)
     for group in range(GROUPS):
         end, width = edges[4 * group + 2 : 4 * group + 4]
         assert end == blocks - 1
         assert group > 0 or width <= BLOCK_K // 2
-        rows = hi[start + group * GROUP_ROWS : start + (group + 1) * GROUP_ROWS]
-        assert (rows >= first_key + BLOCK_K * end).all() or end == 0
+        ends = hi[start + group * GROUP_ROWS : start + (group + 1) * GROUP_ROWS]
+        assert (ends >= first_key + BLOCK_K * end).all() or end == 0
 
 
 def check_packed(lengths_q, lengths_k, past: int, hq: int, section: int, **options: object) -> None:
@@ -162,7 +170,7 @@ def check_packed(lengths_q, lengths_k, past: int, hq: int, section: int, **optio
         _, _, _, last = part.problem.bounds(0, part.problem.q.shape[1])
         check_tile(part.problem, tile, 0, last)
         if hopper._aligned_band(problem, plan_of()):
-            check_aligned_tile(part.problem, tile, 0)
+            check_aligned_tile(part.problem, tile, 0, last)
 
 
 def main() -> None:
@@ -174,15 +182,15 @@ def main() -> None:
             if choice.random() < 0.12 or (left, right, sq) == (None, 0, 40):
                 check(1, sq, sk, 1, 1, 1, align=align, window_size=(left, right))
     aligned = 0
-    for sq, sk, right in itertools.product(
-        (1, 16, 33, 40, 64, 75), (16, 33, 72, 107), (0, 16, 32, 5)
+    for sq, sk, right, left in itertools.product(
+        (1, 16, 40, 75), (16, 33, 72, 107), (0, 16, 5), (None, 0, 31, 32, 35)
     ):
         for align in ("bottom-right", "top-left"):
-            options = {"align": align, "window_size": (None, right)}
+            options = {"align": align, "window_size": (left, right)}
             check(1, sq, sk, 1, 1, 1, **options)
             q, k = torch.empty(1, sq, 1, 8), torch.empty(1, sk, 1, 8)
             aligned += hopper._aligned_band(problem_of(q, k, k, **options), plan_of())
-    assert 20 < aligned < 100, aligned
+    assert 50 < aligned < 300, aligned
     for b, hq, hkv, section in ((3, 4, 2, 1), (2, 6, 3, 5), (1, 5, 1, 2), (2, 4, 4, 100)):
         check(b, 40, 40, hq, hkv, section, causal=True)
     for b, hq, hkv, heads in ((2, 4, 2, 2), (1, 8, 2, 4), (3, 8, 1, 8), (1, 16, 1, 8)):

@@ -299,10 +299,10 @@ def _seen_keys(problem: Problem) -> tuple[int, int]:
 
 
 def _aligned_band(problem: Problem, plan: _Plan) -> bool:
-    """Whether rows of a consumer see all of every block but the last that they see (Tile.ALIGNED): kernels
-    that need not be ready for more are half as long, and fit the instruction cache."""
+    """Whether the right end of the band cuts no block but the last that a consumer's rows see (Tile.ALIGNED):
+    kernels that need not be ready for more are half as long, and fit the instruction cache."""
     band, packed = problem.band, problem.packed
-    if problem.key_range is not None or plan.heads > 1 or band.left is not None or band.right is None:
+    if problem.key_range is not None or plan.heads > 1 or band.right is None:
         return False
     if packed is not None:
         # Of lengths on the device it is known only whether they are the same.

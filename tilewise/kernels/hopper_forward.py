@@ -71,9 +71,9 @@ __all__ = ["Tile", "Walk", "constexpr", "forward_kernel"]
 class Tile(NamedTuple):
     """All constexpr. GROUPS consumers of 64 rows; STAGES blocks of BLOCK_K keys; BLOCK_D and BLOCK_DV
     columns in shared memory, D and DV of them in products; Q_STAGES tiles of q. DYNAMIC: programs draw
-    tiles. RAGGED: the last block of keys may be cut short. ALIGNED: the band has no left side, and its right
-    one begins with a block: a consumer's rows see all of a block but their first, and of that, with two
-    consumers, the first one's only its first half. FENCED: see `compute_before`. REGISTERS of a
+    tiles. RAGGED: the last block of keys may be cut short. ALIGNED: the band's right end is that
+    of a block: it cuts a consumer's first block alone, and of that, with two consumers, the first one's rows
+    see the first half. FENCED: see `compute_before`. REGISTERS of a
     consumer's threads. HEADS that share a tile, since each has few rows: row r of them all is row
     r // HEADS of head r % HEADS."""
 
@@ -176,7 +176,9 @@ def _produce(views, shared, spec, walk, tile):
 @gluon.jit
 def _work(number, per_head, within, spec, walk, tile):
     ROWS: gl.constexpr = GROUP_ROWS // tile.HEADS * tile.GROUPS
-    return work_of(number, per_head, within, walk, spec, ROWS, tile.BLOCK_K, tile.HEADS)
+    return work_of(
+        number, per_head, within, walk, spec, ROWS, tile.BLOCK_K, tile.HEADS, tile.ALIGNED
+    )
 
 
 @gluon.jit

@@ -70,9 +70,11 @@ def work_of(
     ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     HEADS: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):
     """Tile `number` of a walk, of ROWS rows of each of HEADS heads, `head` the first of them. `within`:
-    0 … ROWS − 1 or more, for where there is a key_range."""
+    0 … ROWS − 1 or more, for where there is a key_range. ALIGNED: blocks begin at multiples of BLOCK_K, which
+    are no more than else where the right end of the band does."""
     sizes = spec.sizes
     in_section = walk.section * per_head
     first_head = number // in_section * walk.section
@@ -94,8 +96,11 @@ def work_of(
     edges = bounds(start, tl.minimum(start + ROWS, at.sq), rows, at, spec)
     # A tile that sees nothing gets a block past the end, which reads as zeros.
     seen = edges.first < edges.last
-    first = tl.where(seen, edges.first, at.sk)
-    blocks = tl.where(seen, (edges.last - edges.first + BLOCK_K - 1) // BLOCK_K, 1)
+    first = edges.first
+    if ALIGNED:
+        first = first // BLOCK_K * BLOCK_K
+    first = tl.where(seen, first, at.sk)
+    blocks = tl.where(seen, (edges.last - first + BLOCK_K - 1) // BLOCK_K, 1)
     return Work(at, head * HEADS, head * HEADS // sizes.groups, first, blocks)
 
 
