@@ -83,11 +83,11 @@ class Settled:
         known = self._known.get((what, stream))
         if isinstance(known, Replay):
             if not (known.shares and torch.cuda.is_current_stream_capturing()):
-                return known(stream, *tensors)
+                return known(*tensors)
         elif known is None:
             self._known[what, stream] = _State.RAN
         elif known is _State.RAN:
-            results, replay = recorded(function, *tensors)
+            results, replay = recorded(function, stream, *tensors)
             self._known[what, stream] = _State.COMPUTES if replay is None else replay
             return results
         return function(*tensors)
