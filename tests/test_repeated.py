@@ -134,6 +134,31 @@ def test_a_settled_call_is_not_checked_again(monkeypatch):
     torch.testing.assert_close(tilewise.attention(q, k, v), want)
 
 
+def test_a_backward_pass_is_told_from_one_whose_saved_tensors_lie_otherwise(monkeypatch):
+    seen, run = [], repeated.Settled._run
+
+    def noted(self, what, *rest):
+        seen.append(what)
+        return run(self, what, *rest)
+
+    monkeypatch.setattr(repeated.Settled, "_run", noted)
+    kinds = [
+        lambda t: t,
+        torch.Tensor.contiguous,
+        lambda t: torch.cat((t, t[..., :1]), -1)[..., :-1],
+    ]
+    for unpacked in (*kinds, *kinds):
+        q, k, v = (t.transpose(1, 2).requires_grad_() for t in operands(2, 3, 9, 8))
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpacked):
+            got = tilewise.attention(q, k, v)
+        want = tilewise.attention(q, k, v, backend="reference")
+        grads = [torch.autograd.grad(out.square().sum(), (q, k, v)) for out in (got, want)]
+        torch.testing.assert_close(*grads)
+    backward = [what for what in seen if what != "forward"][::2]  # not the reference's
+    assert backward[:3] == backward[3:]
+    assert len(set(backward)) == 3
+
+
 # ------------------------------------------------------------------ replays
 
 

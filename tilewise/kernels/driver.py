@@ -96,6 +96,8 @@ class Driver:
                 raise RuntimeError(f"the CUDA driver has no {name}")
             function.argtypes, function.restype = types, c_int
             self.functions[name] = function
+        # What it is given has the right types, and to look each time takes as long as the call.
+        self.functions["cuLaunchKernelEx"].argtypes = None
 
     def __call__(self, name: str, *arguments: Any) -> None:
         self.check(name, self.functions[name](*arguments))
