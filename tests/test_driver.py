@@ -361,6 +361,11 @@ def test_a_driver_that_fails_is_left_alone(library, name):
     check_left_to_triton(library)
 
 
+def test_a_driver_that_knows_of_no_parameters_is_left_alone(library):
+    library.failing["cuFuncGetParamInfo"] = 1  # as for a number that there is none of
+    check_left_to_triton(library)
+
+
 def check_left_to_triton(library):
     kernel = Kernel(library)
     again = replayed([kernel])

@@ -207,6 +207,8 @@ def _read(driver: Driver, launch: Launch, remainders: Sequence[int]) -> _Kernel:
     kernels = [_captured(driver, launch, addresses) for addresses in made_up]
     values = zip(*([value for value, _ in kernel.parameters] for kernel in kernels), strict=True)
     parameters = [(one, _addresses_in((one, other), made_up)) for one, other in values]
+    if not any(held for _, held in parameters):
+        raise RuntimeError("no parameter of a kernel is an address")
     return kernels[0]._replace(parameters=parameters)
 
 
