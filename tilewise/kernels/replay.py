@@ -97,11 +97,9 @@ class Replay:
         self._launch: Callable[[Sequence[int]], None] = self._first_launch
         # Of results that are neither inputs nor allocated, what they always are.
         self._constants = [t for t in results if id(t) not in recorder.places]
-        constants = iter(range(len(self._remainders), len(self._remainders) + len(results)))
-        self._results = [
-            recorder.places[id(t)][0] if id(t) in recorder.places else next(constants)
-            for t in results
-        ]
+        numbers = {id(t): len(self._remainders) + i for i, t in enumerate(self._constants)}
+        numbers |= {name: index for name, (index, _) in recorder.places.items()}
+        self._results = [numbers[id(t)] for t in results]
 
     def __call__(self, *inputs: Tensor) -> list[Tensor]:
         """The results; the stream's device is the current one."""
