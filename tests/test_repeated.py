@@ -134,6 +134,31 @@ def test_a_settled_call_is_not_checked_again(monkeypatch):
     torch.testing.assert_close(tilewise.attention(q, k, v), want)
 
 
+def test_a_backward_pass_is_told_from_one_whose_saved_tensors_lie_otherwise(monkeypatch):
+    seen, run = [], repeated.Settled._run
+
+    def noted(self, what, *rest):
+        seen.append(what)
+        return run(self, what, *rest)
+
+    monkeypatch.setattr(repeated.Settled, "_run", noted)
+    kinds = [
+        lambda t: t,
+        torch.Tensor.contiguous,
+        lambda t: torch.cat((t, t[..., :1]), -1)[..., :-1],
+    ]
+    for unpacked in (*kinds, *kinds):
+        q, k, v = (t.transpose(1, 2).requires_grad_() for t in operands(2, 3, 9, 8))
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpacked):
+            got = tilewise.attention(q, k, v)
+        want = tilewise.attention(q, k, v, backend="reference")
+        grads = [torch.autograd.grad(out.square().sum(), (q, k, v)) for out in (got, want)]
+        torch.testing.assert_close(*grads)
+    backward = [what for what in seen if what != "forward"][::2]  # not the reference's
+    assert backward[:3] == backward[3:]
+    assert len(set(backward)) == 3
+
+
 # ------------------------------------------------------------------ replays
 
 
@@ -153,6 +178,7 @@ class Kernel:
     """As Triton compiles one; notes what it is launched on."""
 
     function, packed_metadata = "function", "metadata"
+    metadata = None
 
     def __init__(self):
         self.launches = []
@@ -161,11 +187,17 @@ class Kernel:
         self.launches.append(arguments)
 
 
+@pytest.fixture
+def no_graph(monkeypatch):
+    """Of what is captured torch knows nothing without CUDA."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+
 def address(argument):
     return argument if isinstance(argument, int) else argument.data_ptr()
 
 
-def test_a_replay_launches_on_the_tensors_it_gets():
+def test_a_replay_launches_on_the_tensors_it_gets(no_graph):
     kernel, counter = Kernel(), torch.zeros(1)
     view = slice(2, None)
 
@@ -183,11 +215,11 @@ def test_a_replay_launches_on_the_tensors_it_gets():
         return out, q.new_empty(0)
 
     first = torch.randn(4), torch.randn(5)
-    _, again = replay.recorded(function, *first)
+    _, again = replay.recorded(function, 17, *first)
     assert again is not None
     assert again.shares
     for q, k in (first, (torch.randn(4), torch.randn(5))):
-        out, nothing = again(17, q, k)
+        out, nothing = again(q, k)
         assert out.shape == q.shape
         assert nothing.numel() == 0
         programs, y, z, stream, function_, metadata, *hooks = kernel.launches[-1][:9]
@@ -206,7 +238,7 @@ def test_a_replay_launches_on_the_tensors_it_gets():
         assert number == 11
 
 
-def test_one_tensor_given_twice_is_two_inputs():
+def test_one_tensor_given_twice_is_two_inputs(no_graph):
     kernel = Kernel()
 
     def function(q, k):
@@ -214,9 +246,9 @@ def test_one_tensor_given_twice_is_two_inputs():
         return (torch.empty_like(q),)
 
     both = torch.randn(4)
-    _, again = replay.recorded(function, both, both)
+    _, again = replay.recorded(function, 0, both, both)
     q, k = torch.randn(4), torch.randn(4)
-    again(0, q, k)
+    again(q, k)
     assert [a[0] for a in kernel.launches[-1][9:]] == [q.data_ptr(), k.data_ptr()]
 
 
@@ -235,17 +267,17 @@ def test_what_computes_is_not_replayed(function):
         return function(q)
 
     q = torch.randn(3, 4)
-    results, again = replay.recorded(launching, q)
+    results, again = replay.recorded(launching, 0, q)
     assert again is None
     torch.testing.assert_close(results, function(q), equal_nan=True)
 
 
 def test_what_launches_nothing_or_in_the_interpreter_is_not_replayed():
     q = torch.randn(3)
-    assert replay.recorded(lambda q: (torch.empty_like(q),), q)[1] is None
+    assert replay.recorded(lambda q: (torch.empty_like(q),), 0, q)[1] is None
 
     def interpreted(q):
         replay.note(None, 1, (Struct(q, 1),))
         return (torch.empty_like(q),)
 
-    assert replay.recorded(interpreted, q)[1] is None
+    assert replay.recorded(interpreted, 0, q)[1] is None

@@ -50,17 +50,17 @@ class Settled:
     def problem(self, q: Tensor, k: Tensor, v: Tensor) -> Problem:
         return self._problem._replace(q=q, k=k, v=v)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Result:
-        return Result(*self._run("forward", self._forward, q, k, v))
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
+        """out, lse and lse_low."""
+        return self._run("forward", self._forward, q, k, v)
 
-    def backward(
-        self, q: Tensor, k: Tensor, v: Tensor, result: Result, *cotangents: Tensor
-    ) -> Sequence[Tensor]:
-        """dq, dk and dv from dout, or from dout and dlse."""
-        layout = tuple((t.shape, t.stride(), t.data_ptr() % 16) for t in cotangents)
-        return self._run(layout, self._backward, q, k, v, *result, *cotangents)
+    def backward(self, *tensors: Tensor) -> Sequence[Tensor]:
+        """dq, dk and dv from q, k, v, what `forward` gave, dout, and dlse where there is one."""
+        # What was saved for the backward pass may come back laid out anew: from a CPU, or decompressed.
+        layout = tuple([(t.stride(), t.data_ptr() % 16) for t in tensors])
+        return self._run(layout, self._backward, *tensors)
 
-    def _forward(self, q: Tensor, k: Tensor, v: Tensor) -> Result:
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
         return dispatch.backend(self.backend).forward(self.problem(q, k, v))
 
     def _backward(self, *tensors: Tensor) -> Sequence[Tensor]:
@@ -76,18 +76,18 @@ class Settled:
         if not tensors[0].is_cuda:
             return function(*tensors)
         device = tensors[0].get_device()
-        if device != torch.cuda.current_device():
+        if device != torch._C._cuda_getDevice():
             with torch.cuda.device(device):
                 return self._run(what, function, *tensors)
         stream = torch._C._cuda_getCurrentRawStream(device)
         known = self._known.get((what, stream))
         if isinstance(known, Replay):
             if not (known.shares and torch.cuda.is_current_stream_capturing()):
-                return known(stream, *tensors)
+                return known(*tensors)
         elif known is None:
             self._known[what, stream] = _State.RAN
         elif known is _State.RAN:
-            results, replay = recorded(function, *tensors)
+            results, replay = recorded(function, stream, *tensors)
             self._known[what, stream] = _State.COMPUTES if replay is None else replay
             return results
         return function(*tensors)
@@ -125,8 +125,6 @@ def signature(
         ops.holds_numbers(q) and ops.holds_numbers(k) and ops.holds_numbers(v)
     ):
         return None
-    if torch.is_autocast_enabled("cuda" if q.is_cuda else "cpu"):
-        return None
     # True equals 1 and is no number to the checks, so types matter. Other types than these may not be
     # hashed, or be kept.
     if type(window_size) is not tuple or type(dropout_p) not in (float, int) or dropout_p != 0:
@@ -145,9 +143,10 @@ def signature(
 
 
 def _something_is_at_work() -> bool:
-    """Whether tracing, a transform, forward mode, a dispatch mode or an override of tiles is."""
+    """Whether tracing, a transform, forward mode, a dispatch mode, autocast or an override of tiles is."""
     return (
         torch.compiler.is_compiling()
+        or torch._C._is_any_autocast_enabled()
         or torch._C._are_functorch_transforms_active()
         or torch._C._len_torch_dispatch_stack() > 0
         or forward_ad._current_level >= 0
@@ -178,13 +177,15 @@ class _Attention(torch.autograd.Function):
     """Of q, k and v alone, by what is settled: what ops.py's operators do with all arguments."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, settled: Settled) -> Result:
-        result = settled.forward(q, k, v)
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, settled: Settled
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        out, lse, lse_low = settled.forward(q, k, v)
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(result.lse_low)  # it may be shared by all calls
-        ctx.save_for_backward(q, k, v, *result)
+        ctx.mark_non_differentiable(lse_low)  # it may be shared by all calls
+        ctx.save_for_backward(q, k, v, out, lse, lse_low)
         ctx.settled = settled
-        return result
+        return out, lse, lse_low
 
     @staticmethod
     def backward(
@@ -192,15 +193,15 @@ class _Attention(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         if dout is None and dlse is None:
             return None, None, None, None
-        q, k, v, *saved = ctx.saved_tensors
-        result, settled = Result(*saved), ctx.settled
+        saved, settled = ctx.saved_tensors, ctx.settled
+        q, k, v, *result = saved
         if dout is None:
-            dout = torch.zeros_like(result.out)
+            dout = torch.zeros_like(result[0])
         if ops.numbers_only(dout, dlse, q, k, v):
             cotangents = (dout,) if dlse is None else (dout, dlse)
-            grads = settled.backward(q, k, v, result, *cotangents)
+            grads = settled.backward(*saved, *cotangents)
         else:
             problem = settled.problem(q, k, v)
-            grads = ops.gradients(problem, settled.backend, result, dout, dlse)
+            grads = ops.gradients(problem, settled.backend, Result(*result), dout, dlse)
         needed = ctx.needs_input_grad
         return (*(g if need else None for g, need in zip(grads, needed[:3], strict=True)), None)

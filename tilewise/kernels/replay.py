@@ -2,7 +2,8 @@
 
 A call from Python spends most of its time on what is equal in every call of its shape: tile sizes, strides,
 which compiled kernel it is. `recorded` runs a function of tensors and notes what it allocates and launches;
-the `Replay` that comes of it allocates and launches, and does nothing else.
+the `Replay` that comes of it allocates and launches, and does nothing else. At first through Triton's
+launcher; from the second replay on the CUDA driver is called itself (driver.py).
 """
 
 from __future__ import annotations
@@ -21,7 +22,18 @@ _ALLOCATIONS = frozenset(
     for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 )
 # From the addresses of inputs and allocations to an argument of a kernel.
-_Fill = Callable[[list[int]], Any]
+_Fill = Callable[[Sequence[int]], Any]
+# As torch.empty_strided on the current device, in half its time: what torch.compile allocates by.
+_guards: Any = torch._C._dynamo.guards
+_ALLOCATE = {"cpu": _guards._empty_strided_cpu, "cuda": _guards._empty_strided_cuda}
+# Of the metadata of a kernel as Triton compiled it.
+_PLAIN = {
+    "num_ctas": 1,
+    "launch_cooperative_grid": False,
+    "launch_pdl": False,
+    "global_scratch_size": 0,
+    "profile_scratch_size": 0,
+}
 
 
 class Launch(NamedTuple):
@@ -33,7 +45,7 @@ class Launch(NamedTuple):
 
 
 class _Memory(NamedTuple):
-    """What is allocated: by torch.empty_strided."""
+    """What is allocated."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -48,49 +60,85 @@ class _Kernel(NamedTuple):
     arguments: list[Any]
     fills: list[tuple[int, _Fill]]
 
+    @property
+    def plain(self) -> bool:
+        """Whether a launch needs nothing but a grid, blocks and shared memory."""
+        metadata = self.compiled.metadata
+        return all(getattr(metadata, name, None) == value for name, value in _PLAIN.items())
+
+    def launch(self, stream: int, addresses: Sequence[int]) -> None:
+        """By Triton's launcher."""
+        arguments = self.arguments.copy()
+        for place, fill in self.fills:
+            arguments[place] = fill(addresses)
+        self.compiled.run(
+            *(self.programs, 1, 1, stream, self.compiled.function, self.compiled.packed_metadata),
+            *(None, None, None),
+            *arguments,
+        )
+
 
 class Replay:
-    """What a recorded function did, for inputs of the same shapes, strides, dtypes, device and alignment.
+    """What a recorded function did, for inputs of the same shapes, strides, dtypes, device and alignment,
+    on the same stream.
 
     Attributes:
         shares: whether it uses memory that is neither an input's nor allocated by it: a launch that is
             captured in a CUDA graph may not.
     """
 
-    def __init__(self, recorder: _Recorder, results: Sequence[Tensor]) -> None:
+    def __init__(self, recorder: _Recorder, stream: int, results: Sequence[Tensor]) -> None:
         self.shares = False
-        self._device = recorder.inputs[0].device
+        self._stream = stream
+        self._allocate = _ALLOCATE[recorder.inputs[0].device.type]
         self._memory = recorder.memory
         self._kernels = [self._kernel(launch, recorder.places) for launch in recorder.launches]
-        # Each the number of an input or allocation, or what it always is.
-        self._results = [
-            recorder.places[id(t)][0] if id(t) in recorder.places else t for t in results
-        ]
+        self._remainders = [t.data_ptr() % 16 for t in recorder.inputs] + [0] * len(self._memory)
+        self._launch: Callable[[Sequence[int]], None] = self._first_launch
+        # Of results that are neither inputs nor allocated, what they always are.
+        self._constants = [t for t in results if id(t) not in recorder.places]
+        numbers = {id(t): len(self._remainders) + i for i, t in enumerate(self._constants)}
+        numbers |= {name: index for name, (index, _) in recorder.places.items()}
+        self._results = [numbers[id(t)] for t in results]
 
-    def __call__(self, stream: int, *inputs: Tensor) -> list[Tensor]:
-        """The results, computed on a stream (its number as CUDA has it) of the current device."""
-        tensors = list(inputs)
-        for shape, strides, dtype in self._memory:
-            tensors.append(torch.empty_strided(shape, strides, dtype=dtype, device=self._device))
-        addresses = [t.data_ptr() for t in tensors]
-        for compiled, programs, fixed, fills in self._kernels:
-            arguments = fixed.copy()
-            for place, fill in fills:
-                arguments[place] = fill(addresses)
-            compiled.run(
-                *(programs, 1, 1, stream, compiled.function, compiled.packed_metadata),
-                *(None, None, None),
-                *arguments,
-            )
-        return [tensors[t] if isinstance(t, int) else t for t in self._results]
+    def __call__(self, *inputs: Tensor) -> list[Tensor]:
+        """The results; the stream's device is the current one."""
+        allocate = self._allocate
+        tensors = [*inputs, *[allocate(*memory) for memory in self._memory]]
+        self._launch([t.data_ptr() for t in tensors])
+        tensors += self._constants
+        return [tensors[i] for i in self._results]
+
+    def _first_launch(self, addresses: Sequence[int]) -> None:
+        """By Triton; where nothing is being captured, it is found out how to do without from then on."""
+        self._launch_by_triton(addresses)
+        if not torch.cuda.is_current_stream_capturing():
+            self._launch = self._launcher()
+
+    def _launch_by_triton(self, addresses: Sequence[int]) -> None:
+        for kernel in self._kernels:
+            kernel.launch(self._stream, addresses)
+
+    def _launcher(self) -> Callable[[Sequence[int]], None]:
+        """The driver's launches, or Triton's of the same kernels where it cannot be told what those are."""
+        from tilewise.kernels import driver
+
+        if not all(kernel.plain for kernel in self._kernels):
+            return self._launch_by_triton
+        launches = [kernel.launch for kernel in self._kernels]
+        try:
+            return driver.Launcher(driver.load(), self._stream, launches, self._remainders)
+        except RuntimeError:
+            return self._launch_by_triton
 
     def _kernel(self, launch: Launch, places: dict[int, tuple[int, int]]) -> _Kernel:
-        fills = []
+        fills, arguments = [], list(launch.arguments)
         for place, argument in enumerate(launch.arguments):
             fill = self._fill(argument, places)
             if fill is not None:
                 fills.append((place, fill))
-        return _Kernel(launch.compiled, launch.programs, list(launch.arguments), fills)
+                arguments[place] = None  # it holds memory of the caller
+        return _Kernel(launch.compiled, launch.programs, arguments, fills)
 
     def _fill(self, argument: Any, places: dict[int, tuple[int, int]]) -> _Fill | None:
         """How an argument is made from addresses; None for one that is always the same."""
@@ -107,7 +155,7 @@ class Replay:
             return lambda addresses: addresses[index] + offset
         kind, others = type(argument), {**vars(argument), "base": None}
 
-        def descriptor(addresses: list[int]) -> Any:
+        def descriptor(addresses: Sequence[int]) -> Any:
             new = object.__new__(kind)
             new.__dict__.update(others)
             new.base = _Address(addresses[index] + offset)
@@ -117,13 +165,9 @@ class Replay:
 
     @staticmethod
     def _fill_tuple(parts: list[tuple[Any, _Fill | None]]) -> _Fill | None:
-        filled = [fill for _, fill in parts if fill is not None]
-        if not filled:
+        if all(fill is None for _, fill in parts):
             return None
-        first = parts[0][1]
-        if len(filled) == 1 and first is not None:
-            rest = tuple(part for part, _ in parts[1:])
-            return lambda addresses: (first(addresses), *rest)
+        parts = [(part if fill is None else None, fill) for part, fill in parts]
         return lambda addresses: tuple(
             part if fill is None else fill(addresses) for part, fill in parts
         )
@@ -176,9 +220,10 @@ _recorder: ContextVar[_Recorder | None] = ContextVar("recorder", default=None)
 
 
 def recorded(
-    function: Callable[..., Sequence[Tensor]], *inputs: Tensor
+    function: Callable[..., Sequence[Tensor]], stream: int, *inputs: Tensor
 ) -> tuple[Sequence[Tensor], Replay | None]:
-    """What a function of tensors gives, and its replay; None where it did more than to allocate and launch."""
+    """What a function of tensors gives, and its replay on a stream, which is the current one; None where it
+    did more than to allocate and launch."""
     inputs = tuple(t.detach() for t in inputs)  # one tensor given twice is two inputs
     recorder = _Recorder(inputs)
     with _recording(recorder), recorder:
@@ -186,7 +231,7 @@ def recorded(
     known = all(id(t) in recorder.places or not t.numel() for t in results)
     if recorder.incomplete or not recorder.launches or not known:
         return results, None
-    return results, Replay(recorder, results)
+    return results, Replay(recorder, stream, results)
 
 
 @contextmanager
