@@ -121,8 +121,8 @@ def check_tile(
 
 
 def check_aligned_tile(problem: Problem, tile: list[int], first: int, last: int) -> None:
-    """Both groups take all blocks, of which the right end of the band cuts the last alone, and of that the first
-    group sees none of the second half; and they are no more than of blocks that begin anywhere."""
+    """Both groups take all blocks, of which the right end of the band cuts the last alone, and of that the
+    first group sees none of the second half; and they are no more than of blocks that begin anywhere."""
     sq = problem.q.shape[1]
     _, _, _, start, first_key, blocks, _, _, *edges = tile
     lo, hi = (t[0] - first for t in problem.interval(0, sq))
