@@ -96,6 +96,9 @@ def case_checks(dtype: torch.dtype) -> Iterator[Check]:
     for sq, sk in ((65, 700), (300, 3000)):
         ramp = testing.ramp_call(sq, sk, dtype, DEVICE)
         yield Check(f"ramp, {sq}×{sk}", functools.partial(judged, ramp, dtype))
+    for sq, sk in ((65, 300), (1024, 1024)) if dtype == FP32 else ():
+        for name, call in testing.steep_calls(sq, sk, DEVICE).items():
+            yield Check(f"{name}, {sq}×{sk}", functools.partial(judged, call, dtype))
 
 
 def judged(call: Call, dtype: torch.dtype, name: str | None = "triton") -> str:

@@ -13,8 +13,10 @@ import torch
 from inputs import cumulative, draw, draw_qkv, draw_tokens
 from interpreter import interpreted, tiles
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tilewise
+from tilewise import ops
 from tilewise.arguments import problem_of
 from tilewise.backends import triton as backend
 from tilewise.kernels import twins
@@ -28,6 +30,7 @@ from tilewise.testing import (
     make_call,
     mask_probe,
     ramp_call,
+    steep_calls,
 )
 from tilewise.tuning.search import poisoned
 
@@ -141,6 +144,39 @@ def test_ramp(dtype: torch.dtype) -> None:
         right(ramp_call(33, 150, dtype), dtype)
 
 
+STEEP = steep_calls(40, 90)
+
+
+@pytest.mark.parametrize("name", STEEP)
+def test_gradients_do_not_see_how_lse_is_rounded(name: str) -> None:
+    with tiles(16, 32):
+        right(STEEP[name], FP32)
+
+
+@pytest.mark.parametrize(("layout", "end"), [("dense", 70), ("packed", 48)])
+def test_nor_where_a_hidden_nan_has_tiles_computed_again(layout: str, end: int) -> None:
+    function, given = STEEP[f"steep, {layout}, plain"]
+    ends = torch.full((1,) if layout == "packed" else (1, 1), end)
+    given = {**given, "key_range": (torch.zeros_like(ends), ends)}
+    for name in ("k", "v"):
+        given[name] = given[name].index_fill(-3, torch.tensor(70), float("nan"))
+    with tiles(16, 32):
+        right(Call(function, given), FP32)
+
+
+@pytest.mark.parametrize("dtype", [FP16, FP32, torch.float64], ids=str)
+@pytest.mark.parametrize("layout", ["dense", "packed"])
+def test_fakes_are_laid_out_like_results(layout: str, dtype: torch.dtype) -> None:
+    problem = STEEP[f"steep, {layout}, sinks"].problem(lambda t: t.to(dtype))
+    given = ops._flatten(problem, "triton")
+    real = torch.ops.tilewise.forward(*given)
+    with FakeTensorMode() as mode:
+        given = [mode.from_tensor(a) if isinstance(a, Tensor) else a for a in given]
+        fake = torch.ops.tilewise.forward(*given)
+    for a, b in zip(real, fake, strict=True):
+        assert (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
+
+
 def test_chosen_where_it_serves() -> None:
     q = draw(1, 5, 2, 8)
     assert tilewise.explain(q, q, q).backend == "triton"
@@ -226,9 +262,12 @@ def check_walks(got: list[int], bounds: Any, block: int = 2) -> None:
     assert full == [j for j in steps if j in whole and j + block - 1 in whole]
 
 
-@pytest.mark.parametrize("head_dim", [32, 80])
-def test_descriptors_change_nothing(monkeypatch: pytest.MonkeyPatch, head_dim: int) -> None:
-    case = Case("", batch=1, sq=40, sk=70, heads=2, kv_heads=1, head_dim=head_dim)
+@pytest.mark.parametrize(("rows", "head_dim"), [(40, 32), (40, 80), (41, 32)])
+def test_descriptors_change_nothing(
+    monkeypatch: pytest.MonkeyPatch, rows: int, head_dim: int
+) -> None:
+    """Nor where lines of lse have none, whose lengths are no multiple of 16 bytes."""
+    case = Case("", batch=1, sq=rows, sk=70, heads=2, kv_heads=1, head_dim=head_dim)
     made: list[bool] = []
     make = backend._tma
 

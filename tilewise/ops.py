@@ -136,8 +136,8 @@ def _compute(problem: Problem, backend: str) -> Result:
 def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     problem = _unflatten(arguments)
     out, lse = result_shapes(problem)
-    low = lse if dispatch.backend(arguments[-1]).SPLITS_LSE else (0,)
     q, dtype = problem.q, accumulation_dtype(problem.q.dtype)
+    low = lse if q.dtype in dispatch.backend(arguments[-1]).SPLITS_LSE else (0,)
     return q.new_empty(out), q.new_empty(lse, dtype=dtype), q.new_empty(low, dtype=dtype)
 
 

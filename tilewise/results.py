@@ -74,8 +74,8 @@ def _overflow(product: float, scale: float) -> bool:
 class Result(NamedTuple):
     """What a forward pass leaves for a backward one.
 
-    `lse_low` is what rounding took from lse, so that exp(s − lse − lse_low) is as exact as s; a
-    backend that does without (its SPLITS_LSE is False) leaves it empty, of size 0.
+    `lse_low` is what rounding took from lse, so that exp(s − lse − lse_low) is as exact as s; in dtypes
+    that are not in its SPLITS_LSE a backend does without and leaves it empty, of size 0.
     """
 
     out: Tensor

@@ -459,6 +459,44 @@ def ramp_call(sq: int, sk: int, dtype: torch.dtype, device: str | torch.device =
     return Call(api.attention, {"q": q, "k": k, "v": make.normal(1, sk, 2, 8)})
 
 
+def steep_calls(sq: int, sk: int, device: str | torch.device = "cpu") -> dict[str, Call]:
+    """Calls in float32 whose logits grow to about 700 along the keys and are exact; lse, which is rounded by
+    3e-5 at that size, is not."""
+    make = Maker(Case("steep"), torch.float32, device, 7)
+
+    def eighths(*shape: int) -> Tensor:
+        return make.integers(-8, 9, *shape) / 8
+
+    x = {"q": eighths(sq, 2, 16), "k": eighths(sk, 1, 16), "v": make.normal(sk, 1, 16)}
+    x["q"][..., 0] = 32
+    x["k"][..., 0] = (700 - torch.arange(sk, device=device).flip(0).view(sk, 1) / 8) / 32
+    dense = {name: t.unsqueeze(0) for name, t in x.items()}
+    ends = {
+        f"cu_seqlens_{name}": torch.tensor([0, n // 4, n]) for name, n in (("q", sq), ("k", sk))
+    }
+    packed = {**x, **{name: t.to(device, torch.int32) for name, t in ends.items()}}
+    calls = {}
+    for function, operands, columns in (
+        (api.attention, dense, sk),
+        (api.attention_varlen, packed, sk - sk // 4),
+    ):
+        options: dict[str, dict[str, Any]] = {
+            "plain": {},
+            "causal": {"causal": True},
+            "sinks": {"sinks": torch.tensor([696.5, 703.25], device=device), "causal": True},
+            "slopes": {"alibi_slopes": torch.tensor([0.25, 0.0625], device=device)},
+            "bias of pairs": {"bias": eighths(2, sq, columns)},
+            "bias of all heads": {"bias": eighths(1, sq, columns)},
+            "bias of queries": {"bias": eighths(1, sq, 1)},
+            "bias of keys": {"bias": eighths(1, 1, columns)},
+        }
+        for name, given in options.items():
+            layout = "dense" if function is api.attention else "packed"
+            arguments = {**operands, **given, "scale": 1.0}
+            calls[f"steep, {layout}, {name}"] = Call(function, arguments)
+    return calls
+
+
 def failures(
     backend: str | None, dtype: torch.dtype, device: str | torch.device = "cpu"
 ) -> Iterator[tuple[Case, list[Verdict]]]:

@@ -24,7 +24,7 @@ from tilewise.results import Result, nothing, result_shapes
 from tilewise.spec import Problem
 from tilewise.tuning.config import Key, config_for, device_name, length_bucket, mask_kind
 
-SPLITS_LSE = False
+SPLITS_LSE = ()
 # The backend whose backward pass continues from here: out and lse are what its own forward would leave.
 BACKWARD = "triton"
 

@@ -22,7 +22,7 @@ from tilewise.results import (
 )
 from tilewise.spec import Problem, sequences
 
-SPLITS_LSE = False
+SPLITS_LSE = ()
 
 
 def unsupported(problem: Problem) -> list[str]:

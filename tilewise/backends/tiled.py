@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from tilewise import dense
+from tilewise.arguments import DTYPES
 from tilewise.backends import flash
 from tilewise.backends.bands import cut_of, pieces
 from tilewise.backends.products import product_for
@@ -39,7 +40,7 @@ from tilewise.spec import Problem, Scores, sequences
 
 # Beyond this |lse|, rounding the scores loses more than a part in 10⁴ of exp(s − lse).
 LARGEST_LSE = 1024.0
-SPLITS_LSE = True
+SPLITS_LSE = DTYPES
 
 
 def unsupported(problem: Problem) -> list[str]:

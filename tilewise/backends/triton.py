@@ -9,8 +9,9 @@ What is looser than on a CPU:
 - A NaN or Inf in a key or value that some rows of a tile see may reach the other rows of that tile; one
   that no row sees reaches none.
 - In bfloat16 and float16 a row whose logits pass 2³⁰ may come out as NaN.
-- The backward pass rebuilds probabilities from a float32 lse, so gradients are exact to its resolution:
-  about |lse| · 6e-8 relative. In float16, dS is rounded before it is multiplied, and may overflow.
+- In bfloat16 and float16 the backward pass rebuilds probabilities from a float32 lse, so gradients are exact
+  to its resolution: about |lse| · 6e-8 relative. In float16, dS is rounded before it is multiplied, and may
+  overflow.
 - Lengths of packed sequences that do not fit are clipped, since refusing them would mean to wait for the
   device; keys without a column of mask or bias are hidden.
 """
@@ -41,7 +42,8 @@ from tilewise.tuning.config import (
     product_bits,
 )
 
-SPLITS_LSE = False
+# Low precisions round more elsewhere, and float64 rounds too little to matter.
+SPLITS_LSE = (torch.float32,)
 INSTALLED = importlib.util.find_spec("triton") is not None
 LARGEST_HEAD_DIM = 512
 # Grids are one-dimensional and token counts 32-bit.
@@ -128,6 +130,7 @@ def forward(problem: Problem) -> Result:
     out_shape, lse_shape = result_shapes(problem)
     out = q.new_empty(out_shape)
     lse = q.new_empty(lse_shape, dtype=accumulation_dtype(q.dtype))
+    low = torch.empty_like(lse) if q.dtype in SPLITS_LSE else None
     if out.numel():
         plan = _planned(problem, "forward")
         _launch(
@@ -138,12 +141,15 @@ def forward(problem: Problem) -> Result:
             _bias_tma(problem, plan.chosen),
             twins.tokens(out),
             twins.lines(lse),
+            twins.lines(low),
             plan.spec,
             plan.tile,
         )
     elif lse.numel():
         lse.fill_(float("-inf"))
-    return Result(out, lse, nothing(lse.device, lse.dtype))
+        if low is not None:
+            low.zero_()
+    return Result(out, lse, nothing(lse.device, lse.dtype) if low is None else low)
 
 
 def backward(
@@ -159,12 +165,14 @@ def backward(
 
     q, k, v, s = problem.q, problem.k, problem.v, problem.scores
     dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
-    lse = result.lse
+    lse, low = result.lse, result.lse_low if q.dtype in SPLITS_LSE else None
+    assert low is None or low.shape == lse.shape, (low.shape, lse.shape)
     base, delta = _aligned_lines(lse), _aligned_lines(lse)
     if lse.numel():
         folded = twins.folded(problem)
         _delta(kernels.delta_kernel, result.out, dout, dlse, lse, base, delta, folded)
-    operands = (*map(twins.tokens, (q, k, v, dout)), twins.lines(base), twins.lines(delta))
+    stats = kernels.Stats(*map(twins.lines, (base, delta, low)))
+    operands = (*map(twins.tokens, (q, k, v, dout)), stats)
 
     bias = s.bias if bias_grad else None
     per_row = bias is not None and bias.shape[-1] == 1
@@ -177,11 +185,9 @@ def backward(
     dpairs = None if bias is None else _gradient_of_pairs(problem, bias)
     if dq.numel():
         plan = _planned(problem, "queries")
-        given = {name: None if t is None else twins.lines(t) for name, t in sums.items()}
+        given = {name: twins.lines(t) for name, t in sums.items()}
         wanted = constexpr(any(t is not None for t in sums.values()))
-        rows = kernels.Sums(
-            **given, dlse=None if dlse is None or not wanted else twins.lines(dlse), WANTED=wanted
-        )
+        rows = kernels.Sums(**given, dlse=twins.lines(dlse if wanted else None), WANTED=wanted)
         tmas = (*_tmas(problem, plan.chosen.block_k, k, v), _bias_tma(problem, plan.chosen))
         pairs: tuple[Any, ...] = (None, None)
         if dpairs is not None:
@@ -194,13 +200,12 @@ def backward(
         key_sums = lse.new_empty(shape)
     if dk.numel():
         plan = _planned(problem, "keys")
-        lines = None if key_sums is None else twins.lines(key_sums)
         tmas = (
             *_tmas(problem, plan.chosen.block_q, q, dout),
-            *_line_tmas(problem, plan.chosen.block_q, base, delta),
+            *_line_tmas(problem, plan.chosen.block_q, base, delta, low),
             _bias_tma(problem, plan.chosen),
         )
-        arguments = (*operands, *tmas, twins.tokens(dk), twins.tokens(dv), lines)
+        arguments = (*operands, *tmas, twins.tokens(dk), twins.tokens(dv), twins.lines(key_sums))
         _launch(kernels.keys_kernel, plan, *arguments, plan.spec, plan.tile)
     dbias = dpairs
     if bias is not None and dpairs is None:
@@ -299,8 +304,7 @@ def _delta(
         programs,
         out.device,
         *(twins.tokens(out), twins.tokens(dout)),
-        None if dlse is None else twins.lines(dlse),
-        *map(twins.lines, (lse, base, delta)),
+        *map(twins.lines, (dlse, lse, base, delta)),
         *(rows, heads, folded, out.shape[-1], block, width),
     )
 
@@ -371,11 +375,11 @@ def _tma(t: Tensor, block: int) -> Any:
     return _descriptor(t, [1, block, 1, twins.power_of_two(t.shape[-1])])
 
 
-def _line_tmas(problem: Problem, block: int, *lines: Tensor) -> tuple[Any, ...]:
-    """Descriptors for loads of (1, 1, block) numbers of `_aligned_lines`, or None."""
-    if not _has_tma(problem) or lines[0].shape[-1] < _SHORTEST_TMA:
+def _line_tmas(problem: Problem, block: int, *lines: Tensor | None) -> tuple[Any, ...]:
+    """Descriptors for loads of (1, 1, block) numbers of each, or None."""
+    if not _has_tma(problem) or problem.q.shape[1] < _SHORTEST_TMA:
         return (None,) * len(lines)
-    return tuple(_descriptor(t, [1, 1, block]) for t in lines)
+    return tuple(None if t is None else _descriptor(t, [1, 1, block]) for t in lines)
 
 
 def _bias_tma(problem: Problem, chosen: Config, of: Tensor | None = None) -> Any:

@@ -39,19 +39,19 @@ class FlashAttentionTriton(torch.autograd.Function):
     def forward(ctx: Any, Q: Tensor, K: Tensor, V: Tensor, is_causal: bool = False) -> Tensor:
         problem = _one_head(Q, K, V, is_causal)
         backend = dispatch.backend(dispatch.choose(problem, "triton").backend)
-        out, lse, _ = backend.forward(problem)
+        out, lse, low = backend.forward(problem)
         O, L = out.squeeze(-2), lse.squeeze(-2)
         # Under autocast the problem's dtype is not that of what came.
         Q, K, V = (t.squeeze(-2) for t in problem[:3])
-        ctx.save_for_backward(Q, K, V, O, L)
+        ctx.save_for_backward(Q, K, V, O, L, low)
         ctx.is_causal = is_causal
         return O
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dO: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        Q, K, V, O, L = ctx.saved_tensors
-        result = Result(O.unsqueeze(-2), L.unsqueeze(-2), L.new_empty(0))
+        Q, K, V, O, L, low = ctx.saved_tensors
+        result = Result(O.unsqueeze(-2), L.unsqueeze(-2), low)
         problem = _one_head(Q, K, V, ctx.is_causal)
         g = dispatch.backend("triton").backward(problem, result, dO.unsqueeze(-2), None)
         return g.q.squeeze(-2), g.k.squeeze(-2), g.v.squeeze(-2), None

@@ -49,15 +49,24 @@ class Sums(NamedTuple):
     WANTED: Any
 
 
+class Stats(NamedTuple):
+    """Lines of numbers per row. `base` is lse as `probabilities` wants it, +inf where there is no
+    probability; `low` what rounding took from it, None where that is not kept."""
+
+    base: Any
+    delta: Any
+    low: Any
+
+
 class Queries(NamedTuple):
-    """A tile of q and dout with its rows; `base` is lse as `probabilities` wants it, +inf where there is
-    no probability."""
+    """A tile of q and dout with its rows and what `Stats` has of them."""
 
     q: Any
     dout: Any
     rows: Any
     base: Any
     delta: Any
+    low: Any
 
 
 class Keys(NamedTuple):
@@ -132,19 +141,22 @@ def delta_kernel(
 
 
 @triton.jit
-def alone(q, dout, base, delta, at, head, i, spec, tile):
+def alone(q, dout, stats, at, head, i, spec, tile):
     """The tile of queries i … of a head, of which nothing is read of rows that see nothing."""
     numbers = i + tl.arange(0, tile.BLOCK_Q)
     rows = rows_inside(numbers, at, spec)
     inside = numbers < at.sq
-    of_base = tl.load(line(base, at, head, at.start_q, numbers), mask=inside, other=float("inf"))
-    alive = (rows.hi > rows.lo) & (of_base != float("inf"))
-    of_delta = tl.load(line(delta, at, head, at.start_q, numbers), mask=alive, other=0.0)
+    base = tl.load(line(stats.base, at, head, at.start_q, numbers), mask=inside, other=float("inf"))
+    alive = (rows.hi > rows.lo) & (base != float("inf"))
+    delta = tl.load(line(stats.delta, at, head, at.start_q, numbers), mask=alive, other=0.0)
+    low = tl.zeros_like(base)
+    if stats.low is not None:
+        low = tl.load(line(stats.low, at, head, at.start_q, numbers), mask=alive, other=0.0)
     of_q = tile_pointers(q, at, head, at.start_q, numbers, tl.arange(0, tile.BLOCK_D))
     of_dout = tile_pointers(dout, at, head, at.start_q, numbers, tl.arange(0, tile.BLOCK_DV))
-    return Queries(
-        load_rows(of_q, alive, tile.D), load_rows(of_dout, alive, tile.DV), rows, of_base, of_delta
-    )
+    q_tile = load_rows(of_q, alive, tile.D)
+    dout_tile = load_rows(of_dout, alive, tile.DV)
+    return Queries(q_tile, dout_tile, rows, base, delta, low)
 
 
 @triton.jit
@@ -170,16 +182,18 @@ def scored(s, dp, x, j, seen, bias, at, head, spec, tile, CAREFUL: tl.constexpr,
         along = (j + tl.arange(0, tile.BLOCK_K))[:, None]
         base = x.base[None, :]
         delta = x.delta[None, :]
+        low = x.low[None, :]
     else:
         across = x.rows.number[:, None]
         along = (j + tl.arange(0, tile.BLOCK_K))[None, :]
         base = x.base[:, None]
         delta = x.delta[:, None]
+        low = x.low[:, None]
     capped = logits(s, at, head, across, along, bias, spec)
     s = capped.s
     if seen is not None and (CAREFUL or not spec.scores.KEEPS_INF):
         s = tl.where(seen, s, NEG_INF)
-    p = probabilities(s, base, spec)
+    p = probabilities(s, base, low, spec)
     kept = p
     if spec.dropout is not None:
         keeps = keep(at, head, x.rows.number, j, spec, tile.BLOCK_K, TRANSPOSED)
@@ -201,7 +215,7 @@ def scored(s, dp, x, j, seen, bias, at, head, spec, tile, CAREFUL: tl.constexpr,
 
 @triton.jit
 def queries_kernel(
-    q, k, v, dout, base, delta, k_tma, v_tma, bias_tma, dq, dbias, dbias_tma, sums, spec, tile
+    q, k, v, dout, stats, k_tma, v_tma, bias_tma, dq, dbias, dbias_tma, sums, spec, tile
 ):  # fmt: skip
     """dq, the gradient of a bias of which every entry is one pair's, and per row the shares of any other
     bias, slopes and sinks. Grid: (tiles · heads · batch entries,).
@@ -219,7 +233,7 @@ def queries_kernel(
         return
     kv_head = head // spec.sizes.groups
     numbers = i0 + tl.arange(0, tile.BLOCK_Q)
-    x = alone(q, dout, base, delta, at, head, i0, spec, tile)
+    x = alone(q, dout, stats, at, head, i0, spec, tile)
     keys = tl.arange(0, tile.BLOCK_K)
     columns = tl.arange(0, tile.BLOCK_D)
     y = Keys(
@@ -381,7 +395,7 @@ def _store_sums(sums, x, sum_ds, sum_p_far, sum_ds_far, inside, at, head, spec):
     if spec.scores.sinks is not None:
         sink = tl.load(spec.scores.sinks + head).to(x.base.dtype)
         natural = x.base / LOG2E if spec.scores.FOLDED else x.base
-        p_sink = tl.math.exp2((sink - natural) * LOG2E)
+        p_sink = tl.math.exp2((sink - natural - x.low) * LOG2E)
     dead = x.base == float("inf")
     p_keys = tl.where(dead, 0.0, 1.0 - p_sink)
     missing = tl.where(dead, 0.0, sum_ds - x.delta * p_sink - dlse)
@@ -400,19 +414,21 @@ def _store_sums(sums, x, sum_ds, sum_p_far, sum_ds_far, inside, at, head, spec):
 
 
 class Tmas(NamedTuple):
-    """Descriptors, or None: of tiles (1, BLOCK_Q, 1, width) of q and dout, (1, 1, BLOCK_Q) of base and delta,
+    """Descriptors, or None: of tiles (1, BLOCK_Q, 1, width) of q and dout, (1, 1, BLOCK_Q) of `Stats`,
     (1, 1, BLOCK_Q, BLOCK_K) of the bias."""
 
     q: Any
     dout: Any
     base: Any
     delta: Any
+    low: Any
     bias: Any
 
 
 @triton.jit
 def keys_kernel(
-    q, k, v, dout, base, delta, q_tma, dout_tma, base_tma, delta_tma, bias_tma, dk, dv, bias_sums, spec, tile
+    q, k, v, dout, stats, q_tma, dout_tma, base_tma, delta_tma, low_tma, bias_tma, dk, dv, bias_sums, spec,
+    tile,
 ):  # fmt: skip
     """dk and dv, and per key and query head the shares of a bias. Grid: (tiles · key heads · batch,).
     The descriptors: see Tmas."""
@@ -439,12 +455,12 @@ def keys_kernel(
     first = edges.first // tile.BLOCK_Q * tile.BLOCK_Q
     last = edges.last
     found = _key_walk(
-        q, dout, base, delta, Tmas(q_tma, dout_tma, base_tma, delta_tma, bias_tma),
+        q, dout, stats, Tmas(q_tma, dout_tma, base_tma, delta_tma, low_tma, bias_tma),
         y, first, last, at, kv_head, bias_sums, spec, tile, False,
     )  # fmt: skip
     if spec.LEAKS and (has_nan(found.dk) or has_nan(found.dv)):
         found = _key_walk(
-            q, dout, base, delta, Tmas(None, None, None, None, None),
+            q, dout, stats, Tmas(None, None, None, None, None, None),
             y, first, last, at, kv_head, bias_sums, spec, tile, True,
         )  # fmt: skip
     tl.store(
@@ -461,14 +477,14 @@ def keys_kernel(
 
 @triton.jit
 def _key_walk(
-    q, dout, base, delta, tmas, y, first, last, at, kv_head, bias_sums, spec, tile, CAREFUL: tl.constexpr
+    q, dout, stats, tmas, y, first, last, at, kv_head, bias_sums, spec, tile, CAREFUL: tl.constexpr
 ):  # fmt: skip
     """All tiles of queries from the first to the last. CAREFUL: nothing is read of rows that see nothing.
 
     One loop, in which a band is an edge everywhere: sums that one loop handed to the next would have the
     compiler wait after every product.
     """
-    ACC: tl.constexpr = delta.data.dtype.element_ty
+    ACC: tl.constexpr = stats.delta.data.dtype.element_ty
     STAGES: tl.constexpr = 1 if CAREFUL else None
     none = tl.zeros([tile.BLOCK_K], ACC)
     found = OfKeys(
@@ -481,7 +497,7 @@ def _key_walk(
         found = OfKeys(found.dk, found.dv, none)
         for i in tl.range(first, last, tile.BLOCK_Q, num_stages=STAGES):
             found = _key_step(
-                found, q, dout, base, delta, tmas, y, i, at, head, bias_sums, spec, tile, CAREFUL
+                found, q, dout, stats, tmas, y, i, at, head, bias_sums, spec, tile, CAREFUL
             )
         if bias_sums is not None:
             keys = at.tile_start + tl.arange(0, tile.BLOCK_K)
@@ -491,11 +507,11 @@ def _key_walk(
 
 @triton.jit
 def _key_step(
-    found, q, dout, base, delta, tmas, y, i, at, head, bias_sums, spec, tile, CAREFUL: tl.constexpr
+    found, q, dout, stats, tmas, y, i, at, head, bias_sums, spec, tile, CAREFUL: tl.constexpr
 ):  # fmt: skip
     if (spec.scores.mask is None) and (spec.key_start is None):
         found = _key_tile(
-            found, q, dout, base, delta, tmas, y, i, None, at, head, bias_sums, spec, tile, CAREFUL
+            found, q, dout, stats, tmas, y, i, None, at, head, bias_sums, spec, tile, CAREFUL
         )
     else:
         allowed = None
@@ -506,14 +522,14 @@ def _key_step(
         seen = seen_of_keys(i, at.tile_start, at, allowed, spec, tile)
         if tl.max(seen.to(tl.int32)) > 0:
             found = _key_tile(
-                found, q, dout, base, delta, tmas, y, i, allowed, at, head, bias_sums, spec, tile, CAREFUL
+                found, q, dout, stats, tmas, y, i, allowed, at, head, bias_sums, spec, tile, CAREFUL
             )  # fmt: skip
     return found
 
 
 @triton.jit
 def _key_tile(
-    found, q, dout, base, delta, tmas, y, i, allowed, at, head, bias_sums, spec, tile, CAREFUL: tl.constexpr
+    found, q, dout, stats, tmas, y, i, allowed, at, head, bias_sums, spec, tile, CAREFUL: tl.constexpr
 ):  # fmt: skip
     j0 = at.tile_start
     along = (j0 + tl.arange(0, tile.BLOCK_K))[:, None]
@@ -524,7 +540,7 @@ def _key_tile(
         )
     seen = seen_of_keys(i, j0, at, allowed, spec, tile)
     if CAREFUL:
-        x = alone(q, dout, base, delta, at, head, i, spec, tile)
+        x = alone(q, dout, stats, at, head, i, spec, tile)
         inside = (along < at.sk) & (x.rows.hi > 0)[None, :]
         if bias is not None:
             inside = inside & (bias != NEG_INF)
@@ -542,9 +558,12 @@ def _key_tile(
         s = seen_product(y.k, tl.trans(q_tile), seen if EARLY else None, tile.PRECISION)
         dp = product(y.v, tl.trans(dout_tile), tile.PRECISION)
         # After the products, or they would take registers meanwhile.
-        of_base = load_lines(base, tmas.base, at, head, i, float("inf"), tile)
-        of_delta = load_lines(delta, tmas.delta, at, head, i, 0.0, tile)
-        x = Queries(q_tile, dout_tile, Rows(numbers, None, None), of_base, of_delta)
+        base = load_lines(stats.base, tmas.base, at, head, i, float("inf"), tile)
+        delta = load_lines(stats.delta, tmas.delta, at, head, i, 0.0, tile)
+        low = tl.zeros_like(base)
+        if stats.low is not None:
+            low = load_lines(stats.low, tmas.low, at, head, i, 0.0, tile)
+        x = Queries(q_tile, dout_tile, Rows(numbers, None, None), base, delta, low)
     g = scored(s, dp, x, j0, seen, bias, at, head, spec, tile, CAREFUL, True)
     dv = add_product(found.dv, g.kept.to(x.dout.dtype), x.dout, tile.PRECISION)
     dk = add_product(found.dk, g.draw.to(x.q.dtype), x.q, tile.PRECISION)
@@ -558,7 +577,7 @@ def _key_tile(
 
 
 @triton.jit
-def bias_kernel(q, k, v, dout, base, delta, dbias, batches, heads, spec, tile):
+def bias_kernel(q, k, v, dout, stats, dbias, batches, heads, spec, tile):
     """The gradient of a bias with rows and columns: the sum over `batches` batch entries and `heads` heads
     that share it. Grid: (tiles of columns · tiles of rows · heads and batch entries of the bias,)."""
     key_tiles = tl.cdiv(dbias.columns, tile.BLOCK_K)
@@ -576,11 +595,11 @@ def bias_kernel(q, k, v, dout, base, delta, dbias, batches, heads, spec, tile):
         return
     numbers = at.tile_start + tl.arange(0, tile.BLOCK_Q)
     keys = j0 + tl.arange(0, tile.BLOCK_K)
-    acc = tl.zeros([tile.BLOCK_Q, tile.BLOCK_K], delta.data.dtype.element_ty)
+    acc = tl.zeros([tile.BLOCK_Q, tile.BLOCK_K], stats.delta.data.dtype.element_ty)
     for sharer in range(batches * heads):
         head = owner + sharer % heads
         here = place(number, owner_batch + sharer // heads, spec, tile.BLOCK_Q, False)
-        acc = _bias_tile(acc, q, k, v, dout, base, delta, keys, j0, here, head, spec, tile)
+        acc = _bias_tile(acc, q, k, v, dout, stats, keys, j0, here, head, spec, tile)
     place_in = dbias.data + at.start_q * dbias.row
     place_in += owner_batch.to(tl.int64) * dbias.batch + owner.to(tl.int64) * dbias.head
     offsets = numbers.to(tl.int64)[:, None] * dbias.row + keys.to(tl.int64)[None, :] * dbias.column
@@ -589,7 +608,7 @@ def bias_kernel(q, k, v, dout, base, delta, dbias, batches, heads, spec, tile):
 
 
 @triton.jit
-def _bias_tile(acc, q, k, v, dout, base, delta, keys, j0, at, head, spec, tile):
+def _bias_tile(acc, q, k, v, dout, stats, keys, j0, at, head, spec, tile):
     numbers = at.tile_start + tl.arange(0, tile.BLOCK_Q)
     i0 = at.tile_start
     allowed = None
@@ -599,7 +618,7 @@ def _bias_tile(acc, q, k, v, dout, base, delta, keys, j0, at, head, spec, tile):
     seen = seen_by(rows_inside(numbers, at, spec), j0, allowed, bias, spec, tile, True)
     wanted = tl.max(seen.to(tl.int32), 0) > 0
     if tl.max(wanted.to(tl.int32)) > 0:
-        x = alone(q, dout, base, delta, at, head, i0, spec, tile)
+        x = alone(q, dout, stats, at, head, i0, spec, tile)
         kv_head = head // spec.sizes.groups
         columns = tl.arange(0, tile.BLOCK_D)
         columns_v = tl.arange(0, tile.BLOCK_DV)

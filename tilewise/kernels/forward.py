@@ -53,9 +53,10 @@ class Running(NamedTuple):
 
 
 @triton.jit
-def forward_kernel(q, k, v, k_tma, v_tma, bias_tma, out, lse, spec, tile):
+def forward_kernel(q, k, v, k_tma, v_tma, bias_tma, out, lse, lse_low, spec, tile):
     """q, k, v, out: Tokens; k_tma, v_tma: descriptors of tiles (1, BLOCK_K, 1, width) or None; bias_tma: of
-    tiles (1, 1, BLOCK_Q, BLOCK_K) or None; lse: Lines. Grid: (tiles · heads · batch,)."""
+    tiles (1, 1, BLOCK_Q, BLOCK_K) or None; lse: Lines; lse_low: Lines of what rounding took from it, or
+    None. Grid: (tiles · heads · batch,)."""
     tiles = tl.cdiv(spec.sizes.sq, tile.BLOCK_Q)
     if spec.packed is not None:
         tiles += spec.packed.count + 1
@@ -112,8 +113,19 @@ def forward_kernel(q, k, v, k_tma, v_tma, bias_tma, out, lse, spec, tile):
         (acc * share[:, None]).to(out.data.dtype.element_ty),
         mask=inside[:, None] & (columns_v < tile.DV)[None, :],
     )
-    total = tl.where(empty, NEG_INF, m + tl.log(l))
+    of_l = tl.log(l)
+    total = tl.where(empty, NEG_INF, m + of_l)
     tl.store(line(lse, at, head, at.start_q, numbers), total, mask=inside)
+    if lse_low is not None:
+        low = tl.where(empty, 0.0, rounded_off(m, of_l, total))
+        tl.store(line(lse_low, at, head, at.start_q, numbers), low, mask=inside)
+
+
+@triton.jit
+def rounded_off(a, b, total):
+    """What rounding took from total = a + b (TwoSum: exact, whichever is larger)."""
+    of_b = total - a
+    return (a - (total - of_b)) + (b - of_b)
 
 
 @triton.jit
@@ -199,7 +211,7 @@ def _attend(
     m = tl.maximum(found.m, highest)
     # A row without a key so far has m = −inf; its terms, all 0, need any finite base.
     base = tl.where(m == NEG_INF, 0.0, m) if EDGE or CAREFUL or spec.HIDES else m
-    p = probabilities(s, base[:, None], spec)
+    p = probabilities(s, base[:, None], 0.0, spec)
     rebase = tl.math.exp2(found.m - base if spec.scores.FOLDED else (found.m - base) * LOG2E)
     l = found.l * rebase + tl.sum(p, 1)
     acc = found.acc * rebase[:, None]

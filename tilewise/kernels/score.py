@@ -504,12 +504,13 @@ def distance(at, across, along):
 
 
 @triton.jit
-def probabilities(s, base, spec):
-    """2^(unit · (s − m)), where base is m (FOLDED: unit · m)."""
+def probabilities(s, base, low, spec):
+    """2^(unit · (s − m)), where base is m (FOLDED: unit · m) and `low` is what rounding took from it, 0 where
+    FOLDED."""
     if spec.scores.FOLDED:
         p = tl.math.exp2(s * spec.scores.unit - base)
     else:
-        p = tl.math.exp2((s - base) * spec.scores.unit)
+        p = tl.math.exp2((s - base - low) * spec.scores.unit)
     return p
 
 

@@ -118,10 +118,12 @@ def tokens(t: Tensor) -> Any:
     return Tokens(t, batch, row, head, column)
 
 
-def lines(t: Tensor) -> Any:
-    """(B, H, S), packed (H, total)."""
+def lines(t: Tensor | None) -> Any:
+    """(B, H, S), packed (H, total); None of none."""
     from tilewise.kernels.score import Lines
 
+    if t is None:
+        return None
     return Lines(t, t.stride(0) if t.ndim == 3 else 0, t.stride(-2), t.stride(-1))
 
 

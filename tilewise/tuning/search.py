@@ -245,7 +245,9 @@ def compiled(key: Key, config: Config, target: GPUTarget) -> Report | str:
     problem = problem_for(key, torch.empty, "cpu", torch.float16 if old else None)
     out, lse = result_shapes(problem)
     q = problem.q
-    result = Result(q.new_empty(out), q.new_empty(lse, dtype=accumulation_dtype(q.dtype)), q[:0])
+    of_rows = q.new_empty(lse, dtype=accumulation_dtype(q.dtype))
+    low = of_rows if q.dtype in backend.SPLITS_LSE else of_rows[:0]
+    result = Result(q.new_empty(out), of_rows, low)
     name = f"{key.operation}_kernel"
     try:
         with override(**{key.operation: config}), compiling_for(target, name) as kernels:
