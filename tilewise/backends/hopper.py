@@ -6,7 +6,8 @@ order that is made on the device (kernels/hopper_schedule.py). What these kernel
 Triton backend, and so is the backward pass.
 
 As there, a NaN or Inf in a key or value that some rows see may reach rows that do not see it, here those
-whose tile shares a block of keys with it. One that no row sees reaches none.
+whose tile shares a block of keys with it. One that no row sees reaches none. A row whose logits pass 2²⁸
+may come out as NaN.
 """
 
 from __future__ import annotations

@@ -474,7 +474,7 @@ def _softmax(s, m, rows, work, block, spec, tile, EDGE: gl.constexpr):
     base = new
     if EDGE:
         base = gl.where(new == NEG_INF, 0.0, new)
-    return probabilities(s, base[:, None], spec), new, base
+    return probabilities(s, base[:, None], 0.0, spec), new, base
 
 
 @gluon.jit
@@ -482,6 +482,10 @@ def _finish(o, l, m, rows, i0, work, views, buffer, lse, spec, tile):
     """Divides by the sums, and stores out and lse."""
     at = work.at
     l = gl.convert_layout(gl.sum(l, 1), m.type.layout)
+    # The product with the unit is rounded, which beyond some 1e9 leaves any power of 2 instead of the 1 that
+    # the largest logit has: too much of it is not made a number.
+    exact = (l > 2.0**-100) & (l < 2.0**100)
+    l = gl.where(exact | (m == NEG_INF), l, float("nan"))
     if spec.scores.FOLDED:
         m = m * LN2
     head = work.head
@@ -497,8 +501,6 @@ def _finish(o, l, m, rows, i0, work, views, buffer, lse, spec, tile):
         share = gl.exp2((m - base) * LOG2E)
         l = l * share + gl.exp2((sink - base) * LOG2E)
         m = total
-    # Not where l is 0 though there are keys: there logits are beyond what the product with the unit leaves
-    # exact, some 1e9, and the result is NaN.
     empty = m == NEG_INF
     share = share / gl.where(empty, 1.0, l)
     total = gl.where(empty, NEG_INF, m + gl.log(l))
