@@ -41,8 +41,8 @@ _REGISTERS = {2: (168, 240), 3: (128, 160)}
 # What the keys and values may take of the heads that are worked on together: half of the 50 or 60 MB of L2
 # may hold a copy of what the other half holds. Packed sequences need more tiles to choose from.
 _L2_SHARE, _L2_SHARE_PACKED = 16 * 2**20, 32 * 2**20
-# Below so many floating-point operations, some 15 µs, a launch takes longer than the Triton backend does.
-_FEWEST_OPERATIONS = 2**33
+# With fewer floating-point operations, some 15 µs, Triton's smaller tiles may fill the GPU better.
+_FEWEST_OPERATIONS = 2**32
 # How many multiprocessors a GPU has that is not here.
 _MULTIPROCESSORS = 132
 # Coordinates of packed tokens are 32-bit.
@@ -98,7 +98,7 @@ def declined(problem: Problem) -> list[str]:
     operations = 2 * q.shape[-2] * pairs * (q.shape[-1] + v.shape[-1])
     if operations >= _FEWEST_OPERATIONS:
         return []
-    return [f"too little to do for the time a launch takes: {operations:.1e} operations"]
+    return [f"too little to do for tiles of {_GROUP_ROWS * 2} rows: {operations:.1e} operations"]
 
 
 def _wrong_machine(device: torch.device) -> list[str]:
