@@ -176,7 +176,7 @@ def test_logits_and_gradients(
     assert_same_passes(decoder(name, device), given)
     assert linear(masks, LENGTH)
     if inputs == "plain" and name in ("llama", "qwen2", "qwen3"):
-        assert masks == [None, None]
+        assert [getattr(m, compat._PLAIN) for m in masks] == ["causal", "causal"]
 
 
 @pytest.mark.parametrize("name", DECODERS)
@@ -247,6 +247,29 @@ def test_a_decoder_that_looks_both_ways(device: str, masks: list[Tensor | None])
         given = {"input_ids": tokens(), "is_causal": False, **inputs}
         assert_same_passes(decoder("mistral", device), given)
     assert linear(masks, LENGTH)
+
+
+TRANSLATORS = {
+    "nllb_moe": (hf.NllbMoeConfig, {"num_experts": 2}, hf.NllbMoeForConditionalGeneration),
+    "pegasus_x": (hf.PegasusXConfig, {}, hf.PegasusXForConditionalGeneration),
+}
+
+
+@pytest.mark.parametrize("name", TRANSLATORS)
+def test_a_decoder_whose_layers_say_that_they_are_not_causal(name: str, device: str) -> None:
+    config, more, kind = TRANSLATORS[name]
+    sizes = {
+        f"{side}_{what}": n
+        for side in ("encoder", "decoder")
+        for what, n in (("layers", 1), ("attention_heads", 4), ("ffn_dim", 32))
+    }
+    torch.manual_seed(0)
+    model = (
+        kind(config(vocab_size=SIZES["vocab_size"], d_model=32, **sizes, **more)).to(device).eval()
+    )
+    assert not model.get_decoder().layers[0].self_attn.is_causal
+    ids = tokens()
+    assert_same_passes(model, {"input_ids": ids, "decoder_input_ids": ids.flip(1)})
 
 
 def test_masks_that_the_user_made(device: str) -> None:
@@ -373,10 +396,7 @@ def test_intervals_are_the_mask(name: str, place: Any, monkeypatch: pytest.Monke
         )
         want = call(allow_is_causal_skip=False)
         keys = torch.arange(kv_length)
-        if got is None:
-            rows = torch.arange(q_length).unsqueeze(-1) + kv_length - q_length
-            seen = keys <= rows if causal else torch.ones(q_length, kv_length, dtype=torch.bool)
-        elif got.dtype == torch.bool:
+        if got.dtype == torch.bool:
             assert name == "evens" or padding_name == "gap"
             seen = got
         else:
@@ -385,7 +405,8 @@ def test_intervals_are_the_mask(name: str, place: Any, monkeypatch: pytest.Monke
             seen = (start <= keys) & (keys < end)
         assert torch.equal(seen.expand_as(want), want), padding_name
         if padding_name in ("none", "full") and name in ("causal", "all"):
-            assert (got is None) == (name == "all" or not isinstance(q_offset, Tensor))
+            plain = name if name == "all" or not isinstance(q_offset, Tensor) else None
+            assert getattr(got, compat._PLAIN, None) == plain
 
 
 @pytest.mark.parametrize("name", ["mistral", "llama4"])
@@ -592,6 +613,23 @@ def test_what_is_not_honoured_is_refused() -> None:
     for mask in (torch.ones(1, 5), torch.ones(1, 1, 5, 5, dtype=torch.int32), torch.ones(5, 5)):
         with pytest.raises(ValueError, match="attention_mask must be"):
             compat.attention_of_module(model, q, q, q, mask)
+
+
+@pytest.mark.parametrize("inputs", ["plain", "padded"])
+@pytest.mark.parametrize(
+    ("config", "kind"),
+    [
+        (hf.BloomConfig(hidden_size=32, n_layer=1, n_head=4), hf.BloomForCausalLM),
+        (hf.MegatronBertConfig(**WITHOUT_HEAD_DIM), hf.MegatronBertForMaskedLM),
+        (hf.RoFormerConfig(**WITHOUT_HEAD_DIM), hf.RoFormerForMaskedLM),
+    ],
+)
+def test_a_model_that_attends_by_itself_is_refused(config: Any, kind: Any, inputs: str) -> None:
+    """It would add intervals to its scores, or leave padding and causality out."""
+    model = kind._from_config(copy.deepcopy(config), attn_implementation="tilewise")
+    given = {} if inputs == "plain" else {"attention_mask": padding("right")}
+    with pytest.raises(ValueError, match=r"would be ignored: \w+ does not take its attention"):
+        model(input_ids=tokens() % 8, **given)
 
 
 # ------------------------------------------------------------------ real weights

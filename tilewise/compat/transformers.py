@@ -2,13 +2,15 @@
 
 transformers 5 asks two functions of an attention implementation. The mask function is called once per
 forward pass and kind of layer, and what it returns reaches the attention function of every layer. Here
-it is None where causal or nothing says it all, else one interval of keys per row, shape
-(B or 1, 1, Sq, 2): O(n) where a mask has n×n entries.
+it is one interval of keys per row, shape (B or 1, 1, Sq, 2): O(n) where a mask has n×n entries. It is never
+None, with which other implementations say that a layer knows by itself whether it is causal: some do not.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -25,6 +27,8 @@ Sides = tuple[int | None, int | None]
 NAME = "tilewise"
 # Entries of a mask that are looked at together while its intervals are found.
 _MASK_ENTRIES = 2**20
+# The attribute of intervals that says that they are those of all keys, or of a causal mask.
+_PLAIN = "_tilewise_plain"
 # What a model would pass to have another attention than this one: it must not be ignored.
 _REFUSED = {
     "output_attentions": "the probabilities are never all there",
@@ -79,19 +83,25 @@ def key_intervals(
     allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool = False,
     device: torch.device | str = "cpu",
+    config: Any = None,
     **rest: Any,
-) -> Tensor | None:
+) -> Tensor:
     """The mask function: what each row sees, in the form that `attention_of_module` takes.
 
-    The arguments are those of `transformers.masking_utils.sdpa_mask`, whose mask this is.
+    The arguments are those of `transformers.masking_utils.sdpa_mask`, whose mask this is, and the model's
+    config.
 
     Returns:
-        None: all keys, or the causal ones with the last row at the last key.
         int32 (B or 1, 1, Sq, 2): start ≤ j < end of each row.
         bool (B, 1, Sq, Sk): the mask itself, if a row of it has a gap.
+
+    Raises:
+        ValueError: the model computes its attention itself, and would take intervals for a mask.
     """
     from transformers.masking_utils import sdpa_mask
 
+    if config is not None and not torch.compiler.is_compiling():
+        _refuse_other_models(type(config))
     tracing = torch.compiler.is_compiling()
     end = kv_offset + kv_length
     padding = None
@@ -105,7 +115,12 @@ def key_intervals(
         and (local_size is None or kv_length < local_size)
         and (padding is None or (not tracing and bool(padding.all())))
     ):
-        return None
+        right = None if allow_is_bidirectional_skip else 0
+        last = torch.arange(kv_length - q_length, kv_length, device=device)
+        rows = _around(last[None, None], None, right, kv_length)
+        plain = torch.stack(rows, -1).int()
+        setattr(plain, _PLAIN, "all" if allow_is_bidirectional_skip else "causal")
+        return plain
 
     mask: Any = partial(
         sdpa_mask,
@@ -115,6 +130,7 @@ def key_intervals(
         mask_function=mask_function,
         allow_is_causal_skip=False,
         device=device,
+        config=config,
         **rest,
     )
     rows: KeyRange | None
@@ -127,6 +143,29 @@ def key_intervals(
     if rows is None or (padding is not None and keys is None):
         return mask(q_length=q_length, q_offset=q_offset, attention_mask=attention_mask)
     return torch.stack(rows if keys is None else _both(rows, keys), -1).int()
+
+
+@functools.cache
+def _refuse_other_models(config: type) -> None:
+    """Raises a ValueError if no model of such a config takes its attention from the AttentionInterface: what it
+    gets for a mask would be added to its scores, or left out."""
+    from transformers import PreTrainedModel
+
+    models, found = [PreTrainedModel], []
+    while models:
+        model = models.pop()
+        models += model.__subclasses__()
+        if model.config_class is config:
+            found.append(model)
+    if found and not any(
+        model._supports_attention_backend
+        or hasattr(sys.modules[model.__module__], "ALL_ATTENTION_FUNCTIONS")
+        for model in found
+    ):
+        raise ValueError(
+            f'attn_implementation="{NAME}" would be ignored: {found[0].__name__} does not take its attention '
+            "from transformers' AttentionInterface (if it does, set its _supports_attention_backend)"
+        )
 
 
 def _band_of(function: Callable[..., Any]) -> Sides | None:
@@ -222,7 +261,7 @@ def attention_of_module(
         query, key, value: (B, H, S, D).
         attention_mask: what `key_intervals` returned, or a mask that the user gave to the model: bool,
             True may attend, or floating, to be added; each broadcastable to (B, Hq, Sq, Sk). Where it
-            is None, is_causal and sliding_window say what a row sees.
+            is None, as of vision encoders, is_causal and sliding_window say what a row sees.
         position_bias: added to the logits; broadcastable to (B, Hq, Sq, Sk).
         **rest: softcap; s_aux, which are sinks; for packed sequences cu_seq_lens_q and cu_seq_lens_k,
             or position_ids, whose least is where each sequence begins. The others change nothing.
@@ -243,10 +282,13 @@ def attention_of_module(
         "dropout_p": dropout,
         "bias": position_bias,
     }
-    if attention_mask is None:
+    plain = getattr(attention_mask, _PLAIN, None)
+    if attention_mask is None or plain:
         causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+        if plain:
+            causal = plain == "causal"
         options |= {"causal": causal, "key_range": _own_sequence(q, k, **rest)}
-        if sliding_window is not None:
+        if sliding_window is not None and not plain:
             options["window_size"] = (sliding_window - 1, None if causal else sliding_window - 1)
     elif attention_mask.dtype == torch.int32 and attention_mask.shape[1:] == (1, q.shape[1], 2):
         interval = (attention_mask[:, 0, :, 0], attention_mask[:, 0, :, 1])
