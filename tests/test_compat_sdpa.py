@@ -13,6 +13,8 @@ from dense64 import TOLERANCE, close
 from inputs import draw
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -579,3 +581,57 @@ def test_tolerances_are_those_of_the_dtypes():
         q, k, v = operands(B, HQ, dtype=dtype)
         with pytest.raises(AssertionError, match="off by"):
             close(ours(q, k, v, scale=1.1 / D**0.5) * 1.02, theirs(q, k, v))
+
+
+# ------------------------------------------------------------------ overrides
+
+
+@pytest.mark.parametrize("make", [causal_upper_left, causal_lower_right])
+@pytest.mark.parametrize(("sq", "sk"), [(5, 5), (3, 7), (7, 3)])
+def test_a_causal_bias_holds_no_numbers(make: Any, sq: int, sk: int) -> None:
+    """It is a float tensor of numbers that nobody wrote."""
+    q, k, v = draw(B, HQ, sq, D), draw(B, HQ, sk, D, seed=1), draw(B, HQ, sk, DV, seed=2)
+    bias = make(sq, sk)
+    offset = sk - sq if make is causal_lower_right else 0
+    mask = torch.ones(sq, sk, dtype=torch.bool).tril(offset)
+    want = ours(q, k, v, mask)
+    torch.testing.assert_close(ours(q, k, v, bias), want)
+    with sdpa.replace():
+        torch.testing.assert_close(F.scaled_dot_product_attention(q, k, v, attn_mask=bias), want)
+    with pytest.raises(ValueError, match="attn_mask must be a CausalBias of the lengths"):
+        ours(q, k, v, make(sq, sk + 1))
+    with pytest.raises(ValueError, match="attn_mask and is_causal"):
+        ours(q, k, v, bias, is_causal=True)
+
+
+class Tagged(Tensor):
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            return "the subclass's own"
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+class Mode(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            return "the mode's own"
+        return func(*args, **(kwargs or {}))
+
+
+def test_subclasses_and_modes_override_it() -> None:
+    q = draw(B, HQ, SQ, D)
+    with sdpa.replace():
+        assert F.scaled_dot_product_attention(q, q.as_subclass(Tagged), q) == "the subclass's own"
+        with Mode():
+            assert F.scaled_dot_product_attention(q, q, q) == "the mode's own"
+    plain = ours(q, q, q)
+    with torch.device("cpu"), Mode():  # of another function than this one
+        assert torch.equal(ours(q, q, q), plain)
+    assert torch.equal(torch.as_tensor(ours(q.as_subclass(Tagged), q, q)), plain)
+
+
+def test_a_scale_gets_no_gradient() -> None:
+    q = draw(B, HQ, SQ, D)
+    with pytest.raises(ValueError, match="scale must be a number, got a tensor that requires"):
+        ours(q, q, q, scale=torch.tensor(0.5, requires_grad=True))

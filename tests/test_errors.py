@@ -380,7 +380,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"key_range": (torch.zeros(1), torch.ones(1).int())},
         ("key_range start", "int", "torch.float32"),
     ),
-    "key_range of numbers": ({"key_range": (0, 5)}, ("key_range start", "tensor", "int")),
+    "key_range of numbers": ({"key_range": (0, 5.0)}, ("key_range end", "tensor", "float")),
     "key_range end": (
         {"key_range": (torch.zeros(1).int(), torch.ones(1, dtype=torch.int16))},
         ("key_range end", "int", "torch.int16"),
@@ -531,3 +531,18 @@ def test_everything_may_be_on_the_meta_device():
         assert (out.shape, out.dtype) == (real.shape, real.dtype)
         assert (lse.shape, lse.dtype) == (real_lse.shape, real_lse.dtype)
         assert explained(**given).backend
+
+
+def test_an_argument_that_there_is_not() -> None:
+    q, cu = torch.randn(6, 2, 8), torch.tensor([0, 6])
+    for call in (
+        lambda: tilewise.attention(q[None], q[None], q[None], casual=True),
+        lambda: tilewise.attention_varlen(q, q, q, cu, cu, casual=True),
+        lambda: tilewise.explain(q[None], q[None], q[None], casual=True),
+        lambda: tilewise.cost(q[None], q[None], q[None], casual=True),
+    ):
+        with pytest.raises(
+            TypeError, match=r"got an unexpected keyword argument 'casual'"
+        ) as error:
+            call()
+        assert "_with_options" not in str(error.value)

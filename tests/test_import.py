@@ -6,10 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import torch
-
-import tilewise
-
 ROOT = Path(__file__).parent.parent
 
 
@@ -34,23 +30,8 @@ print(sorted(new & {"triton", "numpy", "rich", "typer", "transformers", "matplot
     assert output == "[]\n"
 
 
-def test_the_command_as_a_module() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "tilewise", "--version"], cwd=ROOT, capture_output=True, text=True
-    )
-    assert done.stdout == f"tilewise {tilewise.__version__}\n", done.stderr
-
-
-def test_an_exported_program_finds_its_operator(tmp_path: Path) -> None:
-    class Layer(torch.nn.Module):
-        def forward(self, q: torch.Tensor) -> torch.Tensor:
-            return tilewise.attention(q, q, q, causal=True)
-
-    q = torch.ones(1, 5, 2, 4)
-    file = tmp_path / "layer.pt2"
-    torch.export.save(torch.export.export(Layer(), (q,)), file)
-    output = python(f"""
-import torch, tilewise
-print(torch.export.load({str(file)!r}).module()(torch.ones(1, 5, 2, 4)).sum().item())
-""")
-    assert output == "40.0\n"
+def test_modules_are_loaded_when_they_are_named() -> None:
+    names = ["compat.flash_attn", "compat.flash_attn_3", "compat.sdpa", "testing", "textbook"]
+    for name in names:
+        output = python(f"import tilewise; print(tilewise.{name}.__name__)")
+        assert output == f"tilewise.{name}\n"

@@ -310,6 +310,16 @@ def test_ranges_of_every_shape(attend, small_tiles):
     check(attend, attention64, leaves, key_range=(torch.tensor(3), torch.randint(0, 50, (20,))))
 
 
+def test_ends_of_a_range_may_be_ints(attend):
+    leaves = draw_qkv(3, 20, 40, (2, 1), 8)
+    ends = torch.randint(0, 50, (3, 20))
+    for given in ((0, ends), (ends, 40), (-3, 17), (5, 5)):
+        tensors = tuple(torch.as_tensor(end) for end in given)
+        results = (attend(**leaves, key_range=pair) for pair in (given, tensors))
+        for one, other in zip(*results, strict=True):
+            assert torch.equal(one, other)
+
+
 def test_masks_of_every_shape(attend, small_tiles):
     leaves = draw_qkv(2, 19, 35, (4, 2), 8)
     full = (2, 4, 19, 35)

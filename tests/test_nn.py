@@ -334,3 +334,12 @@ def test_a_call_that_is_refused_leaves_no_tokens():
         with pytest.raises(ValueError, match="window_size"):
             layer(x, cache=cache, causal=True, window_size=(-1, 0))
     assert cache.length == 3
+
+
+@pytest.mark.parametrize("rotary", [None, "half"])
+def test_lengths_that_do_not_fit(rotary):
+    layer, x = Attention(16, 2, rotary=rotary), torch.randn(9, 16)
+    empty = torch.tensor([], dtype=torch.int32)
+    for wrong in ([0, 4, 9], torch.tensor([[0, 4, 9]]), torch.tensor([0.0, 9.0]), empty):
+        with pytest.raises(ValueError, match="cu_seqlens must"):
+            layer(x, cu_seqlens=wrong)

@@ -622,6 +622,14 @@ def test_what_is_not_honoured_is_refused() -> None:
         (hf.BloomConfig(hidden_size=32, n_layer=1, n_head=4), hf.BloomForCausalLM),
         (hf.MegatronBertConfig(**WITHOUT_HEAD_DIM), hf.MegatronBertForMaskedLM),
         (hf.RoFormerConfig(**WITHOUT_HEAD_DIM), hf.RoFormerForMaskedLM),
+        (
+            hf.BigBirdPegasusConfig(
+                **{"vocab_size": 64, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1},
+                **{"encoder_attention_heads": 4, "decoder_attention_heads": 4},
+                attention_type="original_full",
+            ),
+            hf.BigBirdPegasusForConditionalGeneration,
+        ),
     ],
 )
 def test_a_model_that_attends_by_itself_is_refused(config: Any, kind: Any, inputs: str) -> None:

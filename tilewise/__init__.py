@@ -5,6 +5,15 @@
 module with projections and a cache. `tilewise.textbook` is the algorithm to read.
 """
 
+import importlib
+import warnings
+from typing import Any
+
+with warnings.catch_warnings():
+    # PyTorch says so where NumPy is not installed, which nothing here needs.
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy")
+    import torch as _torch  # noqa: F401
+
 from tilewise import nn
 from tilewise.api import alibi_slopes, attention, attention_paged, attention_varlen, explain
 from tilewise.cost import Cost, cost
@@ -26,3 +35,9 @@ __all__ = [
     "merge",
     "nn",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("compat", "testing", "textbook"):
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

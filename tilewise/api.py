@@ -19,7 +19,7 @@ class Options(TypedDict, total=False):
     causal: bool
     align: str
     window_size: tuple[int | None, int | None]
-    key_range: tuple[Tensor, Tensor] | None
+    key_range: tuple[Tensor | int, Tensor | int] | None
     mask: Tensor | None
     bias: Tensor | None
     alibi_slopes: Tensor | None
@@ -39,7 +39,7 @@ def attention(
     causal: bool = False,
     align: str = "bottom-right",
     window_size: tuple[int | None, int | None] = (None, None),
-    key_range: tuple[Tensor, Tensor] | None = None,
+    key_range: tuple[Tensor | int, Tensor | int] | None = None,
     mask: Tensor | None = None,
     bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
@@ -68,7 +68,8 @@ def attention(
             "top-left", i, as in F.scaled_dot_product_attention.
         window_size: (left, right): keys from position − left to position + right, inclusive; None is
             unbounded.
-        key_range: (start, end), int32 or int64, broadcastable to (B, Sq): start ≤ j < end.
+        key_range: (start, end), int32 or int64, broadcastable to (B, Sq), or an int for all rows:
+            start ≤ j < end.
         mask: bool, broadcastable to (B, Hq, Sq, Sk); True may attend.
         bias: added to the logits; broadcastable to (B, Hq, Sq, Sk); float32 or q's dtype. −inf hides.
             Its gradient has the shape given.

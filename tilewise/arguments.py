@@ -5,6 +5,7 @@ A ValueError names the argument, what came and what is wanted.
 
 from __future__ import annotations
 
+import numbers
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -243,7 +244,7 @@ def _with_options(
     causal: bool = False,
     align: str = "bottom-right",
     window_size: tuple[int | None, int | None] = (None, None),
-    key_range: tuple[Tensor, Tensor] | None = None,
+    key_range: tuple[Tensor | int, Tensor | int] | None = None,
     mask: Tensor | None = None,
     bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
@@ -253,8 +254,11 @@ def _with_options(
     dropout_p: float = 0.0,
     dropout_seed: int | Tensor | None = None,
     deterministic: bool | None = None,
+    **unknown: Any,
 ) -> Problem:
     """The problem with the options that all layouts share, checked."""
+    if unknown:
+        raise TypeError(f"got an unexpected keyword argument {next(iter(unknown))!r}")
     q = problem.q
     for name, flag in (("causal", causal), ("deterministic", deterministic)):
         if not isinstance(flag, bool) and not (flag is None and name == "deterministic"):
@@ -315,9 +319,14 @@ def _band(causal: bool, align: str, window_size: tuple[int | None, int | None]) 
 def _key_range(pair: Any, device: torch.device, rows: _Shape) -> KeyRange:
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         raise ValueError(f"key_range must be a pair (start, end), got {type(pair).__name__}")
-    for name, t in zip(("key_range start", "key_range end"), pair, strict=True):
+    ends = []
+    for name, end in zip(("key_range start", "key_range end"), pair, strict=True):
+        t = end
+        if _is_int(end, -(2**63)) and end < 2**63:
+            t = torch.full((), end, dtype=torch.int64, device=device)
         _check_tensor(name, t, INDEX_DTYPES, device, rows)
-    return KeyRange(*(_padded(t, len(rows.sizes)) for t in pair))
+        ends.append(_padded(t, len(rows.sizes)))
+    return KeyRange(*ends)
 
 
 def _dropout(p: float, seed: int | Tensor | None, device: torch.device) -> Dropout | None:
@@ -349,7 +358,7 @@ def _is_int(value: object, least: int) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)  # NumPy's too
 
 
 def _check_tensor(

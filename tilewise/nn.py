@@ -14,6 +14,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from tilewise.api import Options, attention, attention_varlen
+from tilewise.arguments import checked_index
 from tilewise.results import accumulation_dtype
 
 
@@ -146,6 +147,10 @@ class Attention(torch.nn.Module):
             wanted = "(B, S, embed_dim)" if ndim == 3 else "(total, embed_dim) with cu_seqlens"
             got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise ValueError(f"x must have shape {wanted}, embed_dim = {self.embed_dim}, got {got}")
+        if cu_seqlens is not None:
+            checked_index("cu_seqlens", cu_seqlens, x.device, 1, "(sequences + 1,)")
+            if not cu_seqlens.shape[0]:
+                raise ValueError("cu_seqlens must begin with 0, got no entries")
         if cache is not None and not isinstance(cache, KVCache):
             raise ValueError(f"cache must be a KVCache (new_cache), got {type(cache).__name__}")
         if cache is not None and cu_seqlens is not None:

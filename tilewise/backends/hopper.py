@@ -118,7 +118,7 @@ def _wrong_triton(version: str | None) -> list[str]:
     low, high = (".".join(map(str, ends)) for ends in _VERSIONS)
     got = "the package is not installed" if version is None else f"got {version}"
     return [
-        f"Triton must be of a version from {low} to {high}, in whose Gluon the kernels are, {got}"
+        f"Triton must be of a version from {low} to {high}, whose Gluon the kernels are in: {got}"
     ]
 
 

@@ -96,7 +96,7 @@ _TEXTS: dict[str, tuple[str, str]] = {
     "memory.time": ("{algorithm}\ntime", "{algorithm}\n时间"),
     "memory.progress": ("measuring {algorithm}, n = {n}", "正在测量：{algorithm}，n = {n}"),
     "memory.unaffordable": (
-        "— {algorithm}, n = {n}: would take about {needed}; {limit} at most are spent here.",
+        "— {algorithm}, n = {n}: would take about {needed}; about {limit} are spent here.",
         "— {algorithm}，n = {n}：约需 {needed}，超出本演示的上限 {limit}。",
     ),
     "memory.died": (
@@ -118,8 +118,8 @@ _TEXTS: dict[str, tuple[str, str]] = {
         "缺少 {missing}。安装后即可运行：\n{install}",
     ),
     "model.starts": (
-        "The model is loaded, and writes with each attention: a minute or two on a CPU.",
-        "正在加载模型，随后分别用两种注意力续写：在 CPU 上需要一两分钟。",
+        "The model is loaded, and writes with each attention: some minutes on a CPU.",
+        "正在加载模型，随后分别用两种注意力续写：在 CPU 上需要几分钟。",
     ),
     "model.loading": ("loading the model", "正在加载模型"),
     "model.progress": ("reading and writing with {algorithm}", "正在用 {algorithm} 阅读并续写"),

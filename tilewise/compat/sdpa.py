@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.bias import CausalBias, CausalVariant
+from torch.overrides import handle_torch_function, has_torch_function
 
 from tilewise.api import attention
 from tilewise.arguments import autocast_is_on
@@ -36,7 +38,7 @@ def scaled_dot_product_attention(
         key: (…, Hk, Sk, D).
         value: (…, Hk, Sk, Dv). Leading dimensions of the three broadcast, heads too.
         attn_mask: broadcastable to (…, Hq, Sq, Sk). bool: True may attend; float32 or query's dtype: added
-            to the logits, differentiable.
+            to the logits, differentiable. Or a torch.nn.attention.bias.CausalBias, of which nothing is built.
         dropout_p: probability of dropping each probability.
         is_causal: row i sees keys 0 … i (top-left, whatever the lengths).
         scale: the default is 1 / √D.
@@ -47,7 +49,8 @@ def scaled_dot_product_attention(
         (…, Hq, Sq, Dv).
 
     Raises:
-        ValueError: attn_mask and is_causal together; shapes, dtypes or devices that do not fit.
+        ValueError: attn_mask and is_causal together; shapes, dtypes or devices that do not fit; a scale that
+            requires a gradient.
 
     Example:
         >>> from tilewise.compat.sdpa import scaled_dot_product_attention
@@ -55,12 +58,27 @@ def scaled_dot_product_attention(
         >>> scaled_dot_product_attention(q, k, k, is_causal=True, enable_gqa=True).shape
         torch.Size([2, 8, 5, 64])
     """
+    tensors = (query, key, value, attn_mask)
+    if (
+        not isinstance(attn_mask, CausalBias)
+        and not torch.compiler.is_compiling()
+        and has_torch_function(tensors)
+    ):
+        # Subclasses and modes may have a word, as in torch's functions.
+        options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
+        operands = (*tensors, dropout_p, is_causal)
+        return handle_torch_function(scaled_dot_product_attention, tensors, *operands, **options)
     given = {"query": query, "key": key, "value": value}
     _check_operands(given)
     if attn_mask is not None and is_causal:
         raise ValueError(
             "attn_mask and is_causal must not both be given: put the triangle in the mask"
         )
+    if isinstance(scale, Tensor) and scale.requires_grad:
+        raise ValueError("scale must be a number, got a tensor that requires a gradient")
+    align = "top-left"
+    if isinstance(attn_mask, CausalBias):
+        is_causal, align, attn_mask = True, _alignment(attn_mask, query, key), None
     if enable_gqa:
         lead = _broadcast(given, 3)
         key, value = _grouped(query, key, value)
@@ -73,12 +91,21 @@ def scaled_dot_product_attention(
         k,
         v,
         causal=is_causal,
-        align="top-left",
+        align=align,
         dropout_p=dropout_p,
         scale=float(scale) if isinstance(scale, Tensor) else scale,
         **_mask(attn_mask, query, (*leads[0], query.shape[-2], key.shape[-2])),
     )
     return out.transpose(1, 2).reshape(*leads[0], query.shape[-2], value.shape[-1])
+
+
+def _alignment(bias: CausalBias, query: Tensor, key: Tensor) -> str:
+    wanted = (bias.seq_len_q, bias.seq_len_kv)
+    if wanted != (query.shape[-2], key.shape[-2]):
+        raise ValueError(
+            f"attn_mask must be a CausalBias of the lengths {(query.shape[-2], key.shape[-2])}, got {wanted}"
+        )
+    return "bottom-right" if bias.variant == CausalVariant.LOWER_RIGHT else "top-left"
 
 
 def _check_operands(given: dict[str, Tensor]) -> None:

@@ -29,6 +29,8 @@ NAME = "tilewise"
 _MASK_ENTRIES = 2**20
 # The attribute of intervals that says that they are those of all keys, or of a causal mask.
 _PLAIN = "_tilewise_plain"
+# Whose decoders take their attention from the interface, and whose encoders do not.
+_PARTLY = {"BigBirdPegasusConfig"}
 # What a model would pass to have another attention than this one: it must not be ignored.
 _REFUSED = {
     "output_attentions": "the probabilities are never all there",
@@ -45,7 +47,9 @@ def register() -> None:
     causal, bidirectional and cross attention, GQA, sliding windows, chunks, softcaps, sinks (s_aux),
     additive position biases, dropout, padding on either side, packed sequences (position_ids or
     cu_seq_lens), training and generate, dynamic and static caches. Masks become intervals of keys per
-    row; a mask that has a row with a gap stays the boolean n×n mask that transformers would build.
+    row; a mask that has a row with a gap stays the boolean n×n mask that transformers would build. Models
+    that compute on their masks (Doge, DeepSeek-V4) fail on intervals. As with flash_attention_2,
+    position_ids that begin anew are sequences only in a batch of one.
     Rows that see no key (queries at padding) give 0.
 
     Calling it again changes nothing.
@@ -64,7 +68,10 @@ def register() -> None:
         >>> model(torch.arange(7)[None]).logits.shape
         torch.Size([1, 7, 50])
     """
-    from transformers import AttentionInterface, AttentionMaskInterface
+    try:
+        from transformers import AttentionInterface, AttentionMaskInterface
+    except ImportError as error:
+        raise ImportError("register() needs transformers 5 or newer") from error
 
     AttentionInterface.register(NAME, attention_of_module)
     AttentionMaskInterface.register(NAME, key_intervals)
@@ -101,7 +108,8 @@ def key_intervals(
     from transformers.masking_utils import sdpa_mask
 
     if config is not None and not torch.compiler.is_compiling():
-        _refuse_other_models(type(config))
+        kind: type = type(config)
+        _refuse_other_models(kind)
     tracing = torch.compiler.is_compiling()
     end = kv_offset + kv_length
     padding = None
@@ -117,8 +125,7 @@ def key_intervals(
     ):
         right = None if allow_is_bidirectional_skip else 0
         last = torch.arange(kv_length - q_length, kv_length, device=device)
-        rows = _around(last[None, None], None, right, kv_length)
-        plain = torch.stack(rows, -1).int()
+        plain = torch.stack(_around(last[None, None], None, right, kv_length), -1).int()
         setattr(plain, _PLAIN, "all" if allow_is_bidirectional_skip else "causal")
         return plain
 
@@ -147,8 +154,8 @@ def key_intervals(
 
 @functools.cache
 def _refuse_other_models(config: type) -> None:
-    """Raises a ValueError if no model of such a config takes its attention from the AttentionInterface: what it
-    gets for a mask would be added to its scores, or left out."""
+    """Raises a ValueError if no model of this config takes its attention from the AttentionInterface, or not
+    all of its layers do: they would add what they get for a mask to scores, or leave it out."""
     from transformers import PreTrainedModel
 
     models, found = [PreTrainedModel], []
@@ -157,11 +164,12 @@ def _refuse_other_models(config: type) -> None:
         models += model.__subclasses__()
         if model.config_class is config:
             found.append(model)
-    if found and not any(
+    served = any(
         model._supports_attention_backend
         or hasattr(sys.modules[model.__module__], "ALL_ATTENTION_FUNCTIONS")
         for model in found
-    ):
+    )
+    if (found and not served) or config.__name__ in _PARTLY:
         raise ValueError(
             f'attn_implementation="{NAME}" would be ignored: {found[0].__name__} does not take its attention '
             "from transformers' AttentionInterface (if it does, set its _supports_attention_backend)"
