@@ -160,8 +160,8 @@ def test_memory_measures_what_it_can_afford_and_says_why_not_more(
         *[("standard", n) for n in (1024, 4096, 16384)],
         *[("tilewise", n) for n in (1024, 4096, 16384)],
     ]
-    assert "— standard, n = 65536: would take about 64 GiB; 4 GiB at most" in result.output
-    assert "— tilewise, n = 65536: would take about 128.8 s; 20.0 s at most" in result.output
+    assert "— standard, n = 65536: would take about 64 GiB; about 4 GiB are spent" in result.output
+    assert "— tilewise, n = 65536: would take about 128.8 s; about 20.0 s are" in result.output
     by_formula = r"16 GiB +256 KiB +1\.7e\+10 +1\.4e\+09"  # all the same, however wide the columns
     assert re.search(by_formula, result.output)
 
@@ -299,7 +299,8 @@ def test_the_model_writes_the_same_with_tilewise(monkeypatch: pytest.MonkeyPatch
     def watched(
         module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **rest: Any
     ) -> tuple[Tensor, None]:
-        assert mask is None  # no n×n mask was built
+        assert mask is not None
+        assert mask.shape[1:] == (1, query.shape[2], 2)  # no n×n mask was built
         calls.append((tuple(query.shape), tuple(key.shape)))
         return original(module, query, key, value, mask, **rest)
 
