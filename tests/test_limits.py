@@ -1,6 +1,7 @@
 """At the limits: products past float32, scales and windows without end, derivatives of derivatives."""
 
 import sys
+from fractions import Fraction
 from functools import partial
 
 import pytest
@@ -215,3 +216,11 @@ def test_keys_are_converted_in_parts(monkeypatch, kv_heads, dtype):
     gold, peer = expect(call)
     verdicts = [judge(name, t, gold[name], peer[name], dtype) for name, t in results.items()]
     assert all(v.passed for v in verdicts), verdicts
+
+
+def test_numbers_of_other_libraries_are_numbers() -> None:
+    """NumPy's scalars are numbers.Real, as a Fraction is."""
+    q, k, v = (torch.randn(1, 5, 2, 8) for _ in range(3))
+    given = {"scale": Fraction(1, 2), "softcap": Fraction(3, 2), "dropout_p": Fraction(0)}
+    want = tilewise.attention(q, k, v, scale=0.5, softcap=1.5)
+    assert torch.equal(tilewise.attention(q, k, v, **given), want)

@@ -430,3 +430,13 @@ def test_docstring_examples() -> None:
 def test_every_public_name_has_an_example() -> None:
     for name in textbook.__all__:
         assert ">>> " in (getattr(textbook, name).__doc__ or ""), name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_probabilities_are_the_same_in_both_passes_under_autocast(dtype):
+    """The sum of dV over keys, with dO = 1, is that of every row's probabilities: the number of rows."""
+    Q, K, V = (torch.randn(n, 16, requires_grad=True) for n in (200, 300, 300))
+    with torch.autocast("cpu", dtype):
+        O = FlashAttention.apply(30 * Q, K, V)
+    O.sum().backward()
+    torch.testing.assert_close(V.grad.sum(0) / 200, torch.ones(16), rtol=0, atol=5e-3)

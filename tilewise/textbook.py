@@ -336,13 +336,19 @@ class FlashAttention(torch.autograd.Function):
         O, L = flash_attention_forward(Q, K, V, causal)
         ctx.save_for_backward(Q, K, V, O, L)
         ctx.causal = causal
+        # L belongs to the scores of this precision, so the backward pass must compute the same ones.
+        device = Q.device.type
+        ctx.precision = torch.autocast(
+            device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+        )
         return O
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dO: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         Q, K, V, O, L = ctx.saved_tensors
-        dQ, dK, dV = flash_attention_backward(Q, K, V, O, L, dO, ctx.causal)
+        with ctx.precision:
+            dQ, dK, dV = flash_attention_backward(Q, K, V, O, L, dO, ctx.causal)
         return dQ, dK, dV, None  # causal has no gradient
 
 
