@@ -36,6 +36,7 @@ def doctor(
     screen = Screen(Language.EN)
     for line in (*machine(), "", *backends()):
         screen.line(line)
+    screen.announce("doctor.starts")
     checkups = examine_all(screen, QUICK if quick else 1)
     screen.table(
         ("cases", "passed", "error / allowed", "worst"),

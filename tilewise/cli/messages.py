@@ -111,6 +111,11 @@ _TEXTS: dict[str, tuple[str, str]] = {
         "Check: tilewise stays within 64 MiB + 16 matrices of n×d at every n measured: {verdict}",
         "检验：每个实测的 n 上，tilewise 的峰值内存不超过 64 MiB + 16 个 n×d 矩阵：{verdict}",
     ),
+    # ---------------------------------------------------------------- doctor
+    "doctor.starts": (
+        "Now the cases run: some seconds with --quick, else minutes on a CPU.",
+        "下面逐个运行检验：--quick 只需几秒，完整检验在 CPU 上要几分钟。",
+    ),
     # ---------------------------------------------------------------- 5. a language model
     "model.title": ("a language model on it", "让语言模型用上它"),
     "model.missing": (
