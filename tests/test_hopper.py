@@ -1,6 +1,7 @@
 """The Hopper backend without a GPU: its reasons, its plans, the walk of its tiles, what it compiles to."""
 
 import os
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -311,6 +312,28 @@ def test_compiles(shape, options, registers, spilled):
     assert (found.registers, found.notes) == (registers, ())
     assert found.spilled <= spilled
     assert found.shared <= hopper._plan(problem).shared_bytes
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_an_aligned_band_needs_little_code(packed):
+    """What does not fit the instruction cache, some 64 KB, waits for instructions in every tile."""
+    q, k, v = tensors(sq=4096, sk=4096)
+    if packed:
+        q, k, v = q[0], k[0], v[0]
+    problem = problem_of(q, k, v, causal=True, **(PACKED if packed else {}))
+    target = compiling.cuda_target(90)
+    *_, kernel = compiling.compile_problem(problem, target, backward=False, backend="hopper")
+    assert 16 * 1024 < code_bytes(kernel.asm["cubin"]) <= 64 * 1024
+
+
+def code_bytes(cubin: bytes) -> int:
+    """Of the sections of an ELF file that hold instructions."""
+    (table,) = struct.unpack_from("<Q", cubin, 40)
+    size, count, names = struct.unpack_from("<HHH", cubin, 58)
+    sections = [struct.unpack_from("<IIQQQQ", cubin, table + i * size) for i in range(count)]
+    start = sections[names][4]
+    named = ((cubin[start + section[0] :], section[5]) for section in sections)
+    return sum(length for name, length in named if name.startswith(b".text."))
 
 
 def test_one_kernel_for_all_lengths():
