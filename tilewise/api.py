@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict, overload
 
 import torch
 from torch import Tensor
@@ -29,6 +29,42 @@ class Options(TypedDict, total=False):
     dropout_p: float
     dropout_seed: int | Tensor | None
     deterministic: bool | None
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: Literal[False] = False,
+    backend: str | None = None,
+    **options: Unpack[Options],
+) -> Tensor: ...
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: Literal[True],
+    backend: str | None = None,
+    **options: Unpack[Options],
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: bool,
+    backend: str | None = None,
+    **options: Unpack[Options],
+) -> Any: ...
 
 
 def attention(
@@ -131,6 +167,54 @@ def attention(
     return (out, lse) if return_lse else out
 
 
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    *,
+    return_lse: Literal[False] = False,
+    backend: str | None = None,
+    **options: Unpack[Options],
+) -> Tensor: ...
+
+
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    *,
+    return_lse: Literal[True],
+    backend: str | None = None,
+    **options: Unpack[Options],
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    *,
+    return_lse: bool,
+    backend: str | None = None,
+    **options: Unpack[Options],
+) -> Any: ...
+
+
 def attention_varlen(
     q: Tensor,
     k: Tensor,
@@ -178,6 +262,51 @@ def attention_varlen(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options
     )
     return _run(problem, return_lse, backend)
+
+
+@overload
+def attention_paged(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    page_table: Tensor,
+    seqused_k: Tensor,
+    *,
+    num_splits: int | None = None,
+    return_lse: Literal[False] = False,
+    backend: str | None = None,
+    **options: Unpack[Options],
+) -> Tensor: ...
+
+
+@overload
+def attention_paged(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    page_table: Tensor,
+    seqused_k: Tensor,
+    *,
+    num_splits: int | None = None,
+    return_lse: Literal[True],
+    backend: str | None = None,
+    **options: Unpack[Options],
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def attention_paged(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    page_table: Tensor,
+    seqused_k: Tensor,
+    *,
+    num_splits: int | None = None,
+    return_lse: bool,
+    backend: str | None = None,
+    **options: Unpack[Options],
+) -> Any: ...
 
 
 def attention_paged(
