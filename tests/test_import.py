@@ -30,6 +30,16 @@ print(sorted(new & {"triton", "numpy", "rich", "typer", "transformers", "matplot
     assert output == "[]\n"
 
 
+def test_drop_in_names_load_no_compiler() -> None:
+    """torch.nn.attention.bias, for one, has it imported, which takes seconds."""
+    output = python("""
+import sys, tilewise
+tilewise.compat.sdpa, tilewise.compat.flash_attn, tilewise.compat.flash_attn_3
+print(sorted({"torch._dynamo", "torch._inductor"} & set(sys.modules)))
+""")
+    assert output == "[]\n"
+
+
 def test_modules_are_loaded_when_they_are_named() -> None:
     names = ["compat.flash_attn", "compat.flash_attn_3", "compat.sdpa", "testing", "textbook"]
     for name in names:

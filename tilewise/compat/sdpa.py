@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.bias import CausalBias, CausalVariant
 from torch.overrides import handle_torch_function, has_torch_function
 
 from tilewise.api import attention
@@ -60,7 +60,7 @@ def scaled_dot_product_attention(
     """
     tensors = (query, key, value, attn_mask)
     if (
-        not isinstance(attn_mask, CausalBias)
+        not _is_causal_bias(attn_mask)
         and not torch.compiler.is_compiling()
         and has_torch_function(tensors)
     ):
@@ -77,7 +77,7 @@ def scaled_dot_product_attention(
     if isinstance(scale, Tensor) and scale.requires_grad:
         raise ValueError("scale must be a number, got a tensor that requires a gradient")
     align = "top-left"
-    if isinstance(attn_mask, CausalBias):
+    if _is_causal_bias(attn_mask):
         is_causal, align, attn_mask = True, _alignment(attn_mask, query, key), None
     if enable_gqa:
         lead = _broadcast(given, 3)
@@ -99,13 +99,19 @@ def scaled_dot_product_attention(
     return out.transpose(1, 2).reshape(*leads[0], query.shape[-2], value.shape[-1])
 
 
-def _alignment(bias: CausalBias, query: Tensor, key: Tensor) -> str:
+def _is_causal_bias(mask: Any) -> bool:
+    # To import its module takes seconds, and whoever has one did.
+    loaded = sys.modules.get("torch.nn.attention.bias")
+    return loaded is not None and isinstance(mask, loaded.CausalBias)
+
+
+def _alignment(bias: Any, query: Tensor, key: Tensor) -> str:
     wanted = (bias.seq_len_q, bias.seq_len_kv)
     if wanted != (query.shape[-2], key.shape[-2]):
         raise ValueError(
             f"attn_mask must be a CausalBias of the lengths {(query.shape[-2], key.shape[-2])}, got {wanted}"
         )
-    return "bottom-right" if bias.variant == CausalVariant.LOWER_RIGHT else "top-left"
+    return "bottom-right" if bias.variant.name == "LOWER_RIGHT" else "top-left"
 
 
 def _check_operands(given: dict[str, Tensor]) -> None:

@@ -107,10 +107,10 @@ def key_intervals(
     """
     from transformers.masking_utils import sdpa_mask
 
-    if config is not None and not torch.compiler.is_compiling():
+    tracing = torch.compiler.is_compiling()
+    if config is not None and not tracing:
         kind: type = type(config)
         _refuse_other_models(kind)
-    tracing = torch.compiler.is_compiling()
     end = kv_offset + kv_length
     padding = None
     if attention_mask is not None:
