@@ -7,17 +7,17 @@ module with projections and a cache. `tilewise.textbook` is the algorithm to rea
 
 import importlib
 import warnings
-from typing import Any
 
 with warnings.catch_warnings():
     # PyTorch says so where NumPy is not installed, which nothing here needs.
     warnings.filterwarnings("ignore", "Failed to initialize NumPy")
-    import torch as _torch  # noqa: F401
+    importlib.import_module("torch")
 
 from tilewise import nn
 from tilewise.api import alibi_slopes, attention, attention_paged, attention_varlen, explain
 from tilewise.cost import Cost, cost
 from tilewise.dispatch import Choice
+from tilewise.lazy import submodules
 from tilewise.merge import merge
 from tilewise.paged import PagedKVCache
 
@@ -36,8 +36,4 @@ __all__ = [
     "nn",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name in ("compat", "testing", "textbook"):
-        return importlib.import_module(f"{__name__}.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = submodules(__name__, "compat", "testing", "textbook")
