@@ -263,11 +263,13 @@ def test_a_tensor_that_starts_anywhere_is_moved():
     )
 
 
-def test_walk():
-    """Each tile once, every key that is seen in a block, no mask only where all is seen."""
+@pytest.mark.parametrize("keys", [16, 8])
+def test_walk(keys):
+    """Each tile once, every key that is seen in a block, no mask only where all is seen. Blocks as long as a
+    tile of 16 rows, or half as long."""
     tests = Path(__file__).parent
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{tests.parent}:{tests}"}
-    command = [sys.executable, str(tests / "walk_probe.py")]
+    command = [sys.executable, str(tests / "walk_probe.py"), str(keys)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.stdout == "ok\n", done.stderr[-2000:]
 
@@ -289,6 +291,7 @@ UNEQUAL = {"cu_seqlens_q": CU, "cu_seqlens_k": CU.clone()}
         ({"sq": 4096, "sk": 4096, "d": 256}, {"causal": True}, 168, 0),
         ({"sq": 4096, "sk": 4096}, {"window_size": (1023, 0)}, 168, 0),
         ({"d": 256}, {"window_size": (100, 20)}, 168, 40),  # none of it in a loop
+        ({"sq": 4096, "sk": 4096, "d": 256}, {"causal": True}, 168, 0),
         (
             {"d": 192, "dv": 96},
             {"alibi_slopes": torch.ones(4), "sinks": torch.ones(4), "softcap": 9.0},

@@ -52,7 +52,7 @@ from tilewise.kernels.hopper_pipeline import (
     wait_empty,
     wait_full,
 )
-from tilewise.kernels.hopper_walk import Walk, Work, blocks_of, tiles_per_head, work_of
+from tilewise.kernels.hopper_walk import Walk, Work, all_take_the_last, blocks_of, tiles_per_head, work_of
 from tilewise.kernels.score import (
     LN2,
     LOG2E,
@@ -72,8 +72,8 @@ class Tile(NamedTuple):
     """All constexpr. GROUPS consumers of 64 rows; STAGES blocks of BLOCK_K keys; BLOCK_D and BLOCK_DV
     columns in shared memory, D and DV of them in products; Q_STAGES tiles of q. DYNAMIC: programs draw
     tiles. RAGGED: the last block of keys may be cut short. ALIGNED: the band's right end is that
-    of a block: it cuts a consumer's first block alone, and of that, with two consumers, the first one's rows
-    see the first half. FENCED: see `compute_before`. REGISTERS of a
+    of a block: it cuts a consumer's first block alone, and of one as long as two consumers have rows, the
+    first one's rows see the first half. FENCED: see `compute_before`. REGISTERS of a
     consumer's threads. HEADS that share a tile, since each has few rows: row r of them all is row
     r // HEADS of head r % HEADS."""
 
@@ -229,6 +229,7 @@ def _consume(views, shared, lse, spec, walk, tile, GROUP: gl.constexpr):
     LEFT: gl.constexpr = (spec.band.left is not None) or (spec.key_start is not None)
     RIGHT: gl.constexpr = (spec.band.right is not None) or (spec.key_start is not None)
     EDGE: gl.constexpr = (LEFT or RIGHT) or tile.RAGGED
+    TOGETHER: gl.constexpr = all_take_the_last(tile.GROUPS * ROWS, tile.BLOCK_K, tile.ALIGNED)
     # With three consumers there are too few registers for it.
     HALVES: gl.constexpr = RIGHT and tile.BLOCK_K == 2 * GROUP_ROWS and tile.GROUPS == 2
     count = 0
@@ -242,7 +243,7 @@ def _consume(views, shared, lse, spec, walk, tile, GROUP: gl.constexpr):
         i0 = at.tile_start + GROUP * ROWS
         rows = interval(i0 + gl.arange(0, GROUP_ROWS, ROW) // tile.HEADS, at, spec)
         blocks = blocks_of(rows.number, i0, work, spec, ROWS, tile.BLOCK_K)
-        if RIGHT and not (tile.ALIGNED and tile.GROUPS == 2):
+        if RIGHT and not TOGETHER:
             for _ in range(blocks.last + 1, work.blocks):
                 _skip(shared, count, GROUP, tile)
                 count += 1

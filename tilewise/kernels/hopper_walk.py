@@ -130,6 +130,13 @@ def _packed_place(tile, walk, spec, ROWS: tl.constexpr):
     return Place(start, real, number, 0, start_q, start_k, sq, sk, offset)
 
 
+@triton.constexpr_function
+def all_take_the_last(rows, block_k, aligned):
+    """Whether every consumer's rows see some of a tile's last block of keys, so that none has to pass it by:
+    known where the right end of the band is that of a block, and a block is as long as the tile has rows."""
+    return aligned and block_k >= rows
+
+
 @triton.jit
 def blocks_of(rows, i0, work, spec, ROWS: tl.constexpr, BLOCK_K: tl.constexpr):
     """The blocks that ROWS rows of a tile see, from row i0 on, which are `rows`; one at least."""
