@@ -288,7 +288,6 @@ UNEQUAL = {"cu_seqlens_q": CU, "cu_seqlens_k": CU.clone()}
         ({"sq": 4096, "sk": 4096, "d": 64}, {"causal": True}, 128, 0),
         ({"sq": 4096, "sk": 4096, "d": 96, "dtype": torch.float16}, {"causal": True}, 168, 0),
         ({"sq": 4096, "sk": 4096, "d": 192}, {}, 168, 0),
-        ({"sq": 4096, "sk": 4096, "d": 256}, {"causal": True}, 168, 0),
         ({"sq": 4096, "sk": 4096}, {"window_size": (1023, 0)}, 168, 0),
         ({"d": 256}, {"window_size": (100, 20)}, 168, 40),  # none of it in a loop
         ({"sq": 4096, "sk": 4096, "d": 256}, {"causal": True}, 168, 0),

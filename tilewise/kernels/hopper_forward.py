@@ -52,7 +52,14 @@ from tilewise.kernels.hopper_pipeline import (
     wait_empty,
     wait_full,
 )
-from tilewise.kernels.hopper_walk import Walk, Work, all_take_the_last, blocks_of, tiles_per_head, work_of
+from tilewise.kernels.hopper_walk import (
+    Walk,
+    Work,
+    all_take_the_last,
+    blocks_of,
+    tiles_per_head,
+    work_of,
+)
 from tilewise.kernels.score import (
     LN2,
     LOG2E,
