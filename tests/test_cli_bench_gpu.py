@@ -610,7 +610,7 @@ def test_plots(tmp_path: Path) -> None:
 def _command(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("TORCHINDUCTOR_COMPILE_THREADS", "TRITON_CACHE_DIR"):
         monkeypatch.setenv(name, "1")
-    monkeypatch.setattr(bench, "_gpu", lambda: CPU)
+    monkeypatch.setattr(bench, "_gpu", lambda command: CPU)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     monkeypatch.setattr(gpu_cases, "QUICK", TINY)
     for name in NOT_HERE:

@@ -68,7 +68,9 @@ def test_no_command_is_a_wish_for_help(line: str) -> None:
     assert "Commands" in output
 
 
-@pytest.mark.parametrize("command", ["demo", "doctor", "tune", "bench gpu", "bench cpu"])
+@pytest.mark.parametrize(
+    "command", ["demo", "doctor", "tune", "bench gpu", "bench cpu", "bench train"]
+)
 def test_paragraphs_of_a_help_fill_their_lines(command: str) -> None:
     """A line of a paragraph ends where the next word would not fit."""
     code, output = run(f"{command} --help")

@@ -6,7 +6,8 @@ import math
 import os
 import platform
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -25,6 +26,23 @@ if TYPE_CHECKING:
 MAX_COLUMNS = 100
 
 bench = typer.Typer(help="Measure speed and memory against PyTorch.")
+
+# Options that more than one command has.
+CsvFile = Annotated[
+    Path | None, typer.Option("--csv", dir_okay=False, help="Also append rows to this file.")
+]
+PlotFolder = Annotated[
+    Path | None, typer.Option(file_okay=False, help="Also write plots into this folder.")
+]
+FA3Folder = Annotated[
+    Path | None,
+    typer.Option(
+        exists=True,
+        file_okay=False,
+        help="FlashAttention-3: a folder with fa3.so.xz and libcudart.so.12.",
+        show_default="the package flash_attn_interface",
+    ),
+]
 
 
 def help_without_command(context: typer.Context) -> None:
@@ -46,9 +64,7 @@ def cpu(
     only: Annotated[
         str, typer.Option(metavar="TEXT", help="Only cases whose description contains this.")
     ] = "",
-    csv_file: Annotated[
-        Path | None, typer.Option("--csv", dir_okay=False, help="Also append rows to this file.")
-    ] = None,
+    csv_file: CsvFile = None,
 ) -> None:
     """Ratios to F.scaled_dot_product_attention on one thread, and memory of a long sequence.
 
@@ -85,21 +101,9 @@ def gpu(
             show_default="all; with --quick the first two",
         ),
     ] = "",
-    csv_file: Annotated[
-        Path | None, typer.Option("--csv", dir_okay=False, help="Also append rows to this file.")
-    ] = None,
-    plot: Annotated[
-        Path | None, typer.Option(file_okay=False, help="Also write plots into this folder.")
-    ] = None,
-    fa3: Annotated[
-        Path | None,
-        typer.Option(
-            exists=True,
-            file_okay=False,
-            help="FlashAttention-3: a folder with fa3.so.xz and libcudart.so.12.",
-            show_default="the package flash_attn_interface",
-        ),
-    ] = None,
+    csv_file: CsvFile = None,
+    plot: PlotFolder = None,
+    fa3: FA3Folder = None,
     seconds: Annotated[
         float, typer.Option(min=0, help="Begin nothing after this time.")
     ] = math.inf,
@@ -123,9 +127,8 @@ def gpu(
     chosen = [case for case in gpu_cases.cases(sizes) if only in str(case)]
     if not chosen:
         raise typer.BadParameter(f"no case's description contains {only!r}", param_hint="--only")
-    if plot is not None and find_spec("matplotlib") is None:
-        raise ValueError("--plot needs the package matplotlib")
-    device = _gpu()
+    _check_plot(plot)
+    device = _gpu("tilewise bench gpu")
     # Read when a compiler is imported: one thread in each process, and one cache for them all.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     os.environ.setdefault("TRITON_CACHE_DIR", str(Path.home() / ".triton" / "cache"))
@@ -145,12 +148,65 @@ def gpu(
         raise typer.Exit(1)
 
 
-def _gpu() -> "torch.device":
+@bench.command()
+def train(
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A tiny model, some seconds, without a GPU too.")
+    ] = False,
+    csv_file: CsvFile = None,
+    plot: PlotFolder = None,
+    fa3: FA3Folder = None,
+) -> None:
+    """Tokens/s and peak memory of training GPT-2 small (124M) with different attentions.
+
+    These are the standard form, F.scaled_dot_product_attention, FlashAttention-3 where it is, and tilewise.
+    Exit code 1 if losses differ from those with the standard form, or tilewise does not run.
+    """
+    import torch
+
+    from tilewise.cli import bench_train, measure, train_report
+
+    _check_plot(plot)
+    if quick:
+        sizes, device = bench_train.QUICK, torch.device(measure.device_here())
+    else:
+        sizes, device = bench_train.USUAL, _gpu("without --quick tilewise bench train")
+    command = " ".join(["tilewise bench train", *["--quick"] * quick])
+    report = train_report.Report(sizes, device, command, csv_file)
+    try:
+        for outcomes in bench_train.run_all(sizes, device, fa3, report.say):
+            report.add(outcomes)
+    finally:
+        report.show(plot)
+    if report.failed:
+        raise typer.Exit(1)
+
+
+def _check_plot(folder: Path | None) -> None:
+    if folder is not None and find_spec("matplotlib") is None:
+        raise ValueError("--plot needs the package matplotlib")
+
+
+def _gpu(command: str) -> "torch.device":
     import torch
 
     if torch.version.cuda is None or not torch.cuda.is_available():
-        raise ValueError("tilewise bench gpu needs an NVIDIA GPU and PyTorch for CUDA")
+        raise ValueError(f"{command} needs an NVIDIA GPU and PyTorch for CUDA")
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def tables() -> Console:
+    """Where results are shown: on stdout, no wider than is read well."""
+    console = Console(highlight=False, markup=False)
+    console.width = min(console.width, MAX_COLUMNS) if console.is_terminal else MAX_COLUMNS
+    return console
+
+
+def progress_lines() -> Callable[[str], None]:
+    """A function that prints a line to stderr, with the seconds since now."""
+    console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+    start = time.monotonic()
+    return lambda line: console.print(f"{time.monotonic() - start:.0f} s: {line}")
 
 
 def run_cpu(sizes: "Sizes", only: str = "") -> "Iterator[Outcome]":
@@ -188,8 +244,7 @@ def _progress(console: Console) -> Progress:
 
 def show(outcomes: "Sequence[Outcome]") -> None:
     """The table of outcomes, and notes below it."""
-    console = Console(highlight=False, markup=False)
-    console.width = min(console.width, MAX_COLUMNS) if console.is_terminal else MAX_COLUMNS
+    console = tables()
     here = environment()
     console.print(
         f"tilewise {here['tilewise version']}, torch {here['torch']}, {here['cpu']}, one thread"
@@ -211,11 +266,18 @@ def show(outcomes: "Sequence[Outcome]") -> None:
 
 
 def append_csv(path: Path, row: dict[str, str]) -> None:
-    """Adds a row; the names of the columns go before the first row of a file."""
-    with path.open("a", newline="", encoding="utf-8") as file:
+    """Adds a row; the names of the columns go before the first row of a file.
+
+    Raises ValueError if the file has other columns.
+    """
+    with path.open("a+", newline="", encoding="utf-8") as file:
+        file.seek(0)
+        columns = next(csv.reader(file), None)
         writer = csv.DictWriter(file, list(row))
-        if file.tell() == 0:
+        if columns is None:
             writer.writeheader()
+        elif columns != list(row):
+            raise ValueError(f"{path} has the columns {columns}; the row to add has {list(row)}")
         writer.writerow(row)
 
 

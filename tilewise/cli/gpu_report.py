@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import subprocess
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
@@ -15,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 import tilewise
-from tilewise.cli.bench import MAX_COLUMNS, append_csv
+from tilewise.cli.bench import append_csv, progress_lines, tables
 from tilewise.cli.bench_gpu import TOLERANCE, Outcome, Timing
 from tilewise.cli.gpu_cases import DTYPE, EAGER, PASSES, Case
 from tilewise.cli.gpu_sides import PEERS
@@ -77,11 +76,11 @@ def _row(outcome: Outcome, backend: str, ours: Timing, peer: str, theirs: Timing
         "mask": case.masked,
         "pass": outcome.when,
         "backend": backend,
-        "ms": _number(ours.milliseconds, 4),
-        "TFLOP/s": _number(speed(outcome, ours), 1),
+        "ms": number(ours.milliseconds, 4),
+        "TFLOP/s": number(speed(outcome, ours), 1),
         "peer": peer,
-        "peer ms": _number(theirs.milliseconds, 4),
-        "ratio": _number(_ratio(ours.milliseconds, theirs.milliseconds), 3),
+        "peer ms": number(theirs.milliseconds, 4),
+        "ratio": number(_ratio(ours.milliseconds, theirs.milliseconds), 3),
         "error": "" if ours.error is None else f"{ours.error:.1e}",
         "eager": " ".join(name for name, t in ((backend, ours), (peer, theirs)) if t.eager),
         "check": "WRONG" if ours.wrong else "failed" if ours.reason else "ok",
@@ -89,7 +88,8 @@ def _row(outcome: Outcome, backend: str, ours: Timing, peer: str, theirs: Timing
     }
 
 
-def _number(value: float | None, digits: int) -> str:
+def number(value: float | None, digits: int) -> str:
+    """A cell; empty where there is no figure."""
     return "" if value is None else f"{value:.{digits}f}"
 
 
@@ -116,17 +116,13 @@ class Report:
         self._wanted = list(product(cases, passes))
         self._csv_file = csv_file
         self._about = {**environment(), "command": command}
-        self._progress = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+        self.say = progress_lines()
         self._outcomes: list[Outcome] = []
-        self._start = time.monotonic()
 
     @property
     def failed(self) -> bool:
         """Whether anything of tilewise is wrong or does not run, or nothing was measured."""
         return not self._outcomes or any(outcome.failed for outcome in self._outcomes)
-
-    def say(self, line: str) -> None:
-        self._progress.print(f"{time.monotonic() - self._start:.0f} s: {line}")
 
     def add(self, outcome: Outcome) -> None:
         self._outcomes.append(outcome)
@@ -137,8 +133,7 @@ class Report:
 
     def show(self, plots: Path | None = None) -> None:
         """Tables, what is missing, and plots into a folder."""
-        console = Console(highlight=False, markup=False)
-        console.width = min(console.width, MAX_COLUMNS) if console.is_terminal else MAX_COLUMNS
+        console = tables()
         about = self._about
         versions = ", ".join(f"{name} {about[name]}" for name in ("driver", "torch", "triton"))
         console.print(f"tilewise {about['tilewise']} on {about['GPU']}, {versions}")
@@ -229,7 +224,7 @@ def _best(outcome: Outcome) -> str:
         min((t.milliseconds for t in side.values() if t.milliseconds is not None), default=None)
         for side in (outcome.ours, outcome.peers)
     )
-    return _number(_ratio(ours, theirs), 2)
+    return number(_ratio(ours, theirs), 2)
 
 
 def notes(outcomes: Sequence[Outcome]) -> Iterator[str]:
@@ -289,7 +284,7 @@ def _plot(path: Path, outcomes: Sequence[Outcome]) -> Path:
         panels.flat, ((m, w) for m in masks for w in widths), strict=True
     ):
         chosen = [o for o in outcomes if (o.case.mask, o.case.head_dim) == (mask, width)]
-        for number, (name, points) in enumerate(_curves(chosen).items()):
+        for place, (name, points) in enumerate(_curves(chosen).items()):
             ours = name in BACKENDS
             (lines[name],) = axes.plot(
                 list(points),
@@ -297,7 +292,7 @@ def _plot(path: Path, outcomes: Sequence[Outcome]) -> Path:
                 "o-" if ours else ".--",
                 color=colors[list(HEADERS).index(name)],
                 linewidth=2 if ours else 1,
-                zorder=3 - number / 100,
+                zorder=3 - place / 100,
             )
         axes.set_title(f"{outcomes[0].when}, D = {width}, {mask}")
         axes.set_xscale("log", base=2)

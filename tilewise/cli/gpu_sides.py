@@ -8,7 +8,7 @@ import importlib
 import lzma
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -284,8 +284,8 @@ PEERS: dict[str, Make] = {
 }
 
 
-def missing_peers(fa3: Path | None = None) -> dict[str, str]:
-    """Loads the packages that peers are in; why each that is not here is not.
+def missing_peers(fa3: Path | None = None, wanted: Container[str] = tuple(PEERS)) -> dict[str, str]:
+    """Loads the packages that the wanted peers are in; why each that is not here is not.
 
     Args:
         fa3: a folder with FlashAttention-3's binary, in place of its package.
@@ -298,6 +298,8 @@ def missing_peers(fa3: Path | None = None) -> dict[str, str]:
     }
     missing = {}
     for name, load in loading.items():
+        if name not in wanted:
+            continue
         try:
             load()
         except ModuleNotFoundError:

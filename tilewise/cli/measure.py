@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import math
 import os
 import sys
 import threading
@@ -96,15 +97,18 @@ def _now(x: Tensor) -> float:
     return time.perf_counter()
 
 
-def _standard(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def standard(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
     """softmax(QKᵀ/√d)V as it is usually written, with as few n×n matrices as autograd allows."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     S = (q * q.shape[-1] ** -0.5) @ k.mT
+    if causal:
+        later = torch.ones(S.shape[-2:], dtype=torch.bool, device=S.device).triu(1)
+        S.masked_fill_(later, -math.inf)
     return (torch.softmax(S, dim=-1) @ v).transpose(1, 2)
 
 
 ALGORITHMS: dict[str, Callable[..., Tensor]] = {
-    "standard": _standard,
+    "standard": standard,
     "tilewise": tilewise.attention,
 }
 

@@ -34,6 +34,7 @@ CHINESE_FONTS = (
     "Noto Sans CJK JP",  # a file with the fonts of all four languages is known by its first
 )
 RED, BLUE, ORANGE, GRAY = "#c8553d", "#3b77b5", "#f4b860", "#eef0f3"
+GREEN = "#5b9a68"
 ALGORITHM_COLORS = {"standard": RED, "tilewise": BLUE}
 SKIPPED, EDGE, FULL = 0, 1, 2
 TILE_COLORS = {SKIPPED: GRAY, EDGE: ORANGE, FULL: BLUE}

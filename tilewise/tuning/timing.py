@@ -55,7 +55,10 @@ def medians(calls: Sequence[Call], milliseconds: float) -> list[float]:
 
 
 def host_medians(calls: Sequence[Call], milliseconds: float) -> list[float]:
-    """Milliseconds of each call by the clock, from an idle GPU to an idle GPU, in turn as in `medians`."""
+    """Milliseconds of each call by the clock, in turn as in `medians`: from an idle GPU to an idle GPU.
+
+    Where no GPU is in use the clock is all there is.
+    """
     for call in calls:
         _clocked(call)
     longest = max((_clocked(call) for call in calls), default=0.0)
@@ -69,11 +72,16 @@ def host_medians(calls: Sequence[Call], milliseconds: float) -> list[float]:
 
 
 def _clocked(call: Call) -> float:
-    torch.cuda.synchronize()
+    _wait_for_gpu()
     start = time.perf_counter()
     call()
-    torch.cuda.synchronize()
+    _wait_for_gpu()
     return 1e3 * (time.perf_counter() - start)
+
+
+def _wait_for_gpu() -> None:
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
 
 
 def rounds_within(milliseconds: float, longest: float) -> int:
