@@ -1,4 +1,5 @@
-"""Runs kernels/hopper_walk.py in Triton's interpreter and compares it with the specification:
+"""Runs kernels/hopper_walk.py, and rows_kernel, in Triton's interpreter and compares them with the
+specification:
 
     TRITON_INTERPRET=1 python walk_probe.py KEYS_IN_A_BLOCK
 
@@ -17,7 +18,16 @@ from triton.runtime import interpreter as runtime
 
 from tilewise.arguments import problem_of
 from tilewise.backends import hopper
-from tilewise.kernels.hopper_walk import all_take_the_last, blocks_of, tiles_per_head, work_of
+from tilewise.kernels import twins
+from tilewise.kernels.hopper_backward import rows_kernel
+from tilewise.kernels.hopper_walk import (
+    KeysWalk,
+    all_take_the_last,
+    blocks_of,
+    tiles_per_head,
+    work_of,
+    work_of_keys,
+)
 from tilewise.spec import Problem, sequences
 
 # Fewer rows than any kernel has, for the interpreter's sake.
@@ -144,6 +154,137 @@ def check_aligned_tile(problem: Problem, tile: list[int], first: int, last: int)
         assert (ends >= first_key + BLOCK_K * end).all() or end == 0
 
 
+@triton.jit
+def keys_walk_kernel(
+    out, spec, walk, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, RAGGED: tl.constexpr
+):
+    """out: (tiles, 12)."""
+    number = tl.program_id(0)
+    work = work_of_keys(number, walk, spec, BLOCK_Q, BLOCK_K, RAGGED)
+    out += number * 12
+    tl.store(out, work.at.number)
+    tl.store(out + 1, work.kv_head)
+    tl.store(out + 2, work.at.tile_start)
+    tl.store(out + 3, work.first)
+    tl.store(out + 4, work.full_first)
+    tl.store(out + 5, work.full_last)
+    tl.store(out + 6, work.last)
+    tl.store(out + 7, work.at.start_q)
+    tl.store(out + 8, work.at.start_k)
+    tl.store(out + 9, work.per_head)
+    tl.store(out + 10, work.first_block)
+    tl.store(out + 11, work.line)
+
+
+BLOCK_Q = 8
+
+
+def seen_pairs(problem: Problem) -> torch.Tensor:
+    """[rows, keys] of a dense problem without a batch."""
+    lo, hi = (t[0] for t in problem.interval(0, problem.q.shape[1]))
+    keys = torch.arange(problem.k.shape[1])
+    return (keys >= lo[:, None]) & (keys < hi[:, None])
+
+
+def check_blocks(seen: torch.Tensor, start: int, ends: list[int], ragged_rows: bool) -> None:
+    """Every pair that is seen of the tile of keys is in a block, and of what is not masked all is seen."""
+    first, full_first, full_last, last = ends
+    rows, keys = seen.shape
+    assert sorted(ends) == ends
+    assert 0 <= first < max(rows, 1)
+    assert all(end % BLOCK_Q == 0 or end == last for end in ends)
+    part = seen[:, start : start + BLOCK_K]
+    assert not part[:first].any()
+    assert not part[last:].any()
+    assert part[full_first:full_last].all()
+    if full_first < full_last:
+        assert start + BLOCK_K <= keys
+        assert ragged_rows or full_last <= rows
+
+
+def check_keys(b: int, sq: int, sk: int, kv_heads: int, **options: object) -> None:
+    """The walk over the queries of each tile of keys."""
+    heads = 2 * kv_heads
+    q, k = torch.empty(b, sq, heads, 8), torch.empty(b, sk, kv_heads, 8)
+    problem = problem_of(q, k, k, **options)
+    if not hopper._some_key_seen(problem):
+        return
+    rows, keys, spec, walk = hopper._seen_part(problem)
+    seen = seen_pairs(problem)
+    assert torch.equal(seen.any(1).nonzero().squeeze(1), torch.arange(sq)[rows])
+    assert torch.equal(seen.any(0).nonzero().squeeze(1), torch.arange(sk)[keys])
+    seen = seen[rows, keys]
+    n_rows, n_keys = seen.shape
+    got = torch.full((-(-n_keys // BLOCK_K) * b * kv_heads, 12), -1, dtype=torch.int32)
+    keys_walk_kernel[(len(got),)](got, spec, walk, BLOCK_Q, BLOCK_K, n_keys % BLOCK_K != 0)
+    wanted = set(itertools.product(range(b), range(kv_heads), range(0, n_keys, BLOCK_K)))
+    assert sorted(map(tuple, got[:, :3].tolist())) == sorted(wanted), "each tile once"
+    for batch, _, start, *ends, start_q, start_k, per_head, first_block, line in got.tolist():
+        check_blocks(seen, start, ends, True)
+        assert (start_q, start_k, line) == (0, 0, batch * heads)
+        assert per_head == -(-n_rows // BLOCK_Q)
+        assert first_block == line * per_head
+
+
+def check_packed_keys(lengths: tuple[int, ...], past: int, **options: object) -> None:
+    """The same of packed sequences, with tokens past the last."""
+    cu = torch.tensor([0, *itertools.accumulate(lengths)])
+    total, kv_heads = int(cu[-1]) + past, 2
+    q, k = torch.empty(total, 4, 8), torch.empty(total, kv_heads, 8)
+    problem = problem_of(q, k, k, cu_seqlens_q=cu, cu_seqlens_k=cu, **options)
+    assert hopper._all_is_seen(problem)
+    spec = twins.spec(problem)
+    schedule = hopper._schedule(k, spec, BLOCK_K, True)
+    walk = KeysWalk(0, schedule, len(lengths).bit_length())
+    most = hopper._all_tiles(k, BLOCK_K, problem.packed) * kv_heads
+    got = torch.full((most, 12), -1, dtype=torch.int32)
+    keys_walk_kernel[(most,)](got, spec, walk, BLOCK_Q, BLOCK_K, True)
+    everywhere = {
+        (number, head, start)
+        for number, n in enumerate((*lengths, past))
+        for head in range(kv_heads)
+        for start in range(0, n, BLOCK_K)
+    }
+    tiles = [x for x in got.tolist() if x[2] < (*lengths, past)[x[0]]]
+    assert sorted(tuple(x[:3]) for x in tiles) == sorted(everywhere), "each tile once"
+    # The others see nothing, and are past the end of what they would be written to.
+    assert all(x[0] == len(lengths) and x[6] == 1 for x in got.tolist() if x not in tiles)
+    parts = {part.number: part for part in sequences(problem)}
+    blocks = set()
+    for number, _, start, *ends, start_q, start_k, per_head, first_block, line in tiles:
+        assert (start_q, start_k, line) == (cu[number], cu[number], 0)
+        assert per_head == -(-total // BLOCK_Q) + len(lengths) + 1
+        if number == len(lengths):
+            assert (ends[0], ends[-1]) == (0, 1)
+            continue
+        check_blocks(seen_pairs(parts[number].problem), start, ends, False)
+        assert first_block + -(-lengths[number] // BLOCK_Q) <= per_head
+        blocks |= {(first_block + i, number) for i in range(-(-lengths[number] // BLOCK_Q))}
+    assert len({block for block, _ in blocks}) == len(blocks), "no two share a block of sums"
+
+
+def check_rows(width: int, block_d: int) -> None:
+    """rows_kernel against where a warpgroup's instructions leave the numbers of a product (PTX ISA,
+    wgmma.mma_async, matrix D), of which each consumer has half of the columns."""
+    q = torch.empty(2, 70, 3, width)
+    want = torch.randn(2, 128, 3, block_d)
+    sums = torch.empty(2, 3, 2, 64 * block_d)
+    row, column = torch.arange(64)[:, None], torch.arange(block_d)[None, :]
+    half, column = column // (block_d // 2), column % (block_d // 2)
+    thread = row // 16 * 32 + row % 8 * 4 + column % 8 // 2
+    held = row // 8 % 2 * 2 + column % 2
+    at = half * (32 * block_d) + (column // 8 * 128 + thread) * 4 + held
+    for block in range(2):
+        numbers = want[:, 64 * block : 64 * (block + 1)].transpose(1, 2)
+        sums[:, :, block] = torch.empty(2, 3, 64 * block_d).index_copy_(
+            2, at.flatten(), numbers.flatten(2)
+        )
+    dq = torch.full_like(q, float("nan"))
+    spec = twins.spec(problem_of(q, q, q, scale=0.5))
+    rows_kernel[(12,)](sums, twins.tokens(dq), spec, width, 64, block_d)
+    assert torch.equal(dq, 0.5 * want[:, :70, :, :width])
+
+
 def check_packed(lengths_q, lengths_k, past: int, hq: int, section: int, **options: object) -> None:
     """Packed sequences, with tokens past the last that belong to none."""
     cu_q, cu_k = (
@@ -198,6 +339,19 @@ def main() -> None:
             aligned += hopper._aligned_band(problem_of(q, k, k, **options), plan_of())
             cases += 1
     assert cases // 10 < aligned < cases, "some are, some are not"
+    for sq, sk, window, align in itertools.product(
+        (1, 16, 40, 75),
+        (1, 16, 33, 72, 107),
+        ((None, None), (None, 0), (None, 5), (0, 0), (9, 0), (31, 3), (16, None)),
+        ("bottom-right", "top-left"),
+    ):
+        check_keys(1, sq, sk, 1, window_size=window, align=align)
+    check_keys(2, 40, 75, 3, causal=True)
+    check_rows(64, 64)
+    check_rows(96, 128)
+    for window in ((None, None), (None, 0), (9, 0), (20, 5)):
+        for lengths, past in (((5,), 0), ((40, 1, 0, 100, 16, 17), 3), ((0, 0, 33), 20)):
+            check_packed_keys(lengths, past, window_size=window)
     for b, hq, hkv, section in ((3, 4, 2, 1), (2, 6, 3, 5), (1, 5, 1, 2), (2, 4, 4, 100)):
         check(b, 40, 40, hq, hkv, section, causal=True)
     for b, hq, hkv, heads in ((2, 4, 2, 2), (1, 8, 2, 4), (3, 8, 1, 8), (1, 16, 1, 8)):

@@ -2,8 +2,8 @@
 
 The TMA engine reads q, k and v as they lie: any strides that are multiples of 16 bytes, no copy. Programs
 stay on their multiprocessors and draw tiles (kernels/hopper_forward.py), those of packed sequences in an
-order that is made on the device (kernels/hopper_schedule.py). What these kernels do not take is left to the
-Triton backend, and so is the backward pass.
+order that is made on the device (kernels/hopper_schedule.py). The backward pass adds up dQ in any order
+(kernels/hopper_backward.py). What these kernels do not take is left to the Triton backend.
 
 As there, a NaN or Inf in a key or value that some rows see may reach rows that do not see it, here those
 whose tile shares a block of keys with it. One that no row sees reaches none. A row whose logits pass 2²⁸
@@ -19,20 +19,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tilewise.backends import triton
 from tilewise.kernels import twins
 from tilewise.kernels.launch import current, launch
-from tilewise.results import Result, nothing, result_shapes
-from tilewise.spec import Problem
+from tilewise.results import Gradients, Result, nothing, result_shapes
+from tilewise.spec import Problem, Scores
 from tilewise.tuning.config import Key, config_for, device_name, length_bucket, mask_kind
 
 SPLITS_LSE = ()
-# The backend whose backward pass continues from here: out and lse are what its own forward would leave.
-BACKWARD = "triton"
 
 LARGEST_HEAD_DIM = 256
 _ALIGNMENT = 16
 _VERSIONS = ((3, 6), (3, 9))
 _GROUP_ROWS = 64
+# Keys of a tile of the backward pass.
+_KEYS = 2 * _GROUP_ROWS
 # Shared memory of a block, and what of it barriers and numbers may take.
 _SHARED_BYTES, _BARRIERS = 227 * 1024, 640
 # By the number of consumers: registers of a thread at the start, which fill the multiprocessor, and those
@@ -45,6 +46,7 @@ _L2_SHARE, _L2_SHARE_PACKED = 16 * 2**20, 32 * 2**20
 _FEWEST_OPERATIONS = 2**32
 # How many multiprocessors a GPU has that is not here.
 _MULTIPROCESSORS = 132
+_LARGEST_BACKWARD = 128
 # Coordinates of packed tokens are 32-bit.
 _LARGEST_COUNT = 2**30
 
@@ -193,6 +195,7 @@ class _Plan(NamedTuple):
 
 def config(problem: Problem) -> dict[str, Any]:
     plan = _plan(problem)
+    left = "; ".join(_backward_unsupported(problem))
     return {
         "rows": plan.rows,
         "heads": plan.heads,
@@ -200,6 +203,7 @@ def config(problem: Problem) -> dict[str, Any]:
         "stages": plan.stages,
         "q_stages": plan.q_stages,
         "tiles": "drawn" if plan.dynamic else "dealt",
+        "gradients": f"by triton ({left})" if left else "by hopper",
     }
 
 
@@ -288,6 +292,145 @@ def forward(problem: Problem) -> Result:
         options = {"num_warps": 4, "maxnreg": maxnreg}
         launch(kernels.forward_kernel, programs, q.device, *views, *values, **options)
     return Result(out, lse, nothing(lse.device, lse.dtype))
+
+
+def backward(
+    problem: Problem,
+    result: Result,
+    dout: Tensor,
+    dlse: Tensor | None,
+    bias_grad: bool = True,
+) -> Gradients:
+    """Gradients of q, k, v; and whatever the Triton backend gives, of what is left to it."""
+    if _backward_unsupported(problem):
+        return triton.backward(problem, result, dout, dlse, bias_grad)
+    from tilewise.kernels import hopper_backward as kernels
+
+    if _unaligned("dout", dout):
+        dout = dout.contiguous()
+    plan, packed = _backward_plan(problem), problem.packed
+    if packed is None:
+        rows, keys, spec, walk = _seen_part(problem)
+    else:
+        rows, keys, spec = slice(None), slice(None), twins.spec(problem)
+        walk = kernels.KeysWalk(
+            0, _schedule(problem.k, spec, _KEYS, True), spec.packed.count.bit_length()
+        )
+    q, k, v = (t[..., part, :, :] for t, part in zip(problem[:3], (rows, keys, keys), strict=True))
+    dout, out, lse = dout[..., rows, :, :], result.out[..., rows, :, :], result.lse[..., rows]
+    # What is left out gets no gradient.
+    dq, dk, dv = (
+        whole.new_empty(whole.shape) if part.shape == whole.shape else whole.new_zeros(whole.shape)
+        for whole, part in zip(problem[:3], (q, k, v), strict=True)
+    )
+    tiles = _all_tiles(q, plan.block_q, packed) * q.shape[-2]
+    count = tiles * plan.block_q * plan.d
+    if packed is None:
+        sums = cleared = q.new_empty(count, dtype=torch.float32)
+        assert triton.delta_rows(plan.dv) == plan.block_q
+    else:
+        sums, cleared = q.new_zeros(count, dtype=torch.float32), None
+    dlse = None if dlse is None else dlse[..., rows]
+    base, delta = triton.base_and_delta(problem, out, lse, dout, dlse, cleared)
+    view = _view if packed is None else _clipped
+    views = (
+        view(q, plan.block_q, 1, plan.d),
+        view(k, _KEYS, 1, plan.d),
+        view(v, _KEYS, 1, plan.dv),
+        view(dout, plan.block_q, 1, plan.dv),
+        _line_view(base, plan.block_q),
+        _line_view(delta, plan.block_q),
+        view(dk[..., keys, :, :], _KEYS, 1, plan.d),
+        view(dv[..., keys, :, :], _KEYS, 1, plan.dv),
+    )
+    maxnreg, registers = _REGISTERS[2]
+    ragged = packed is not None or k.shape[1] % _KEYS != 0
+    tile = kernels.Tile(*map(kernels.constexpr, (*plan[:4], ragged, plan.held, registers)))
+    programs = _all_tiles(k, _KEYS, packed) * k.shape[-2]
+    options = {"num_warps": 4, "maxnreg": maxnreg}
+    launch(kernels.backward_kernel, programs, q.device, *views, sums, spec, walk, tile, **options)
+    place = twins.tokens(dq[..., rows, :, :])
+    launch(kernels.rows_kernel, tiles, q.device, sums, place, spec, q.shape[-1], plan[0], plan.d)
+    return Gradients(dq, dk, dv, Scores(problem.scores.scale))
+
+
+def _all_tiles(t: Tensor, block: int, packed: Any) -> int:
+    """Tiles of so many tokens, of one head: of all batch entries, or as many as packed sequences may need."""
+    tiles = -(-t.shape[-3] // block)
+    return tiles * t.shape[0] if packed is None else tiles + packed.cu_seqlens_q.shape[0]
+
+
+def _backward_unsupported(problem: Problem) -> list[str]:
+    """Why the gradients are left to the Triton backend."""
+    s = problem.scores
+    given = {
+        "key_range": problem.key_range,
+        "alibi_slopes": s.alibi_slopes,
+        "sinks": s.sinks,
+    }
+    reasons = [f"{name}: not served" for name, value in given.items() if value is not None]
+    if problem.packed is not None and not _all_is_seen(problem):
+        reasons.append("packed sequences: cu_seqlens_q and cu_seqlens_k must be one tensor")
+    if problem.deterministic:
+        reasons.append("deterministic: the order of sums differs from run to run")
+    widths = {"q": problem.q.shape[-1], "v": problem.v.shape[-1]}
+    for name, width in widths.items():
+        if width > _LARGEST_BACKWARD or width % 8:
+            reasons.append(
+                f"the head dim of {name} must be a multiple of 8 up to {_LARGEST_BACKWARD}, got {width}"
+            )
+    return reasons
+
+
+def _all_is_seen(problem: Problem) -> bool:
+    """Whether every packed row sees a key, and every key is seen: nothing can get out of hidden tokens."""
+    packed, band = problem.packed, problem.band
+    assert packed is not None
+    within = all(side is None or side >= 0 for side in (band.left, band.right))
+    return packed.cu_seqlens_q is packed.cu_seqlens_k and within
+
+
+class _BackwardPlan(NamedTuple):
+    """Blocks of queries, of which `stages` are loaded ahead; the columns that hold D and Dv; whether
+    consumers hold their keys and values in registers."""
+
+    block_q: int
+    d: int
+    dv: int
+    stages: int
+    held: bool
+
+
+def _backward_plan(problem: Problem) -> _BackwardPlan:
+    d, dv = (max(64, twins.power_of_two(t.shape[-1])) for t in (problem.q, problem.v))
+    # Two of each leave too little time to load, where the L2 cache is busy with sums of dq.
+    return _BackwardPlan(_GROUP_ROWS, d, dv, 3, d == dv == 64)
+
+
+def _seen_part(problem: Problem) -> tuple[slice, slice, Any, Any]:
+    """Of a dense problem with a band: the rows that see a key, the keys that are seen, and the Spec and
+    KeysWalk of that part."""
+    from tilewise.kernels.hopper_walk import KeysWalk
+
+    band, sq, sk = problem.band, problem.q.shape[1], problem.k.shape[1]
+    offset = band.offset(sq, sk)
+    first = 0 if band.right is None else -offset - band.right
+    last = sq if band.left is None else sk + band.left - offset
+    rows, keys = slice(max(first, 0), min(last, sq)), slice(*_seen_keys(problem))
+    spec = twins.spec(problem)
+    sizes = spec.sizes._replace(sq=rows.stop - rows.start, sk=keys.stop - keys.start)
+    walk = KeysWalk(offset + rows.start - keys.start, None, None)
+    return rows, keys, spec._replace(sizes=sizes), walk
+
+
+def _line_view(lines: Tensor, rows: int) -> Any:
+    """How the TMA engine sees (B, H, S), packed (H, total): in parts of so many numbers."""
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    shape = [lines.shape[:-1].numel(), lines.shape[-1]]
+    layout = gl.NVMMASharedLayout(0, 32, 2)
+    return TensorDescriptor(lines, shape, [lines.stride(-2), 1], [1, rows], layout)
 
 
 def _seen_keys(problem: Problem) -> tuple[int, int]:
@@ -403,13 +546,16 @@ def _section(heads: int, groups: int, kv_bytes: int, share: int) -> int:
     return -(-heads // -(-heads // most))
 
 
-def _schedule(q: Tensor, spec: Any, rows: int) -> Tensor:
+def _schedule(t: Tensor, spec: Any, rows: int, of_keys: bool = False) -> Tensor:
+    """Of tiles of so many rows of packed q, sequences with many keys first; or of k, with many queries."""
     from tilewise.kernels.hopper_schedule import schedule_kernel
 
     packed, sizes, block = spec.packed, spec.sizes, 64
-    schedule = torch.empty(2 * packed.count + 3, dtype=torch.int32, device=q.device)
-    arguments = (schedule, *packed[:3], sizes.sq, sizes.sk, rows, block)
-    launch(schedule_kernel, -(-(packed.count + 1) // block), q.device, *arguments)
+    schedule = torch.empty(2 * packed.count + 3, dtype=torch.int32, device=t.device)
+    sides = [(packed.cu_seqlens_q, sizes.sq), (packed.cu_seqlens_k, sizes.sk)]
+    (tiled, total), (walked, other) = reversed(sides) if of_keys else sides
+    arguments = (schedule, tiled, walked, packed.count, total, other, rows, block)
+    launch(schedule_kernel, -(-(packed.count + 1) // block), t.device, *arguments)
     return schedule
 
 

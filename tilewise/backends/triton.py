@@ -167,10 +167,7 @@ def backward(
     dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
     lse, low = result.lse, result.lse_low if q.dtype in SPLITS_LSE else None
     assert low is None or low.shape == lse.shape, (low.shape, lse.shape)
-    base, delta = _aligned_lines(lse), _aligned_lines(lse)
-    if lse.numel():
-        folded = twins.folded(problem)
-        _delta(kernels.delta_kernel, result.out, dout, dlse, lse, base, delta, folded)
+    base, delta = base_and_delta(problem, result.out, lse, dout, dlse)
     stats = kernels.Stats(*map(twins.lines, (base, delta, low)))
     operands = (*map(twins.tokens, (q, k, v, dout)), stats)
 
@@ -279,34 +276,40 @@ def _tiles(problem: Problem, block: int, of_keys: bool) -> int:
     return -(-t.shape[0] // block) + problem.packed.cu_seqlens_q.shape[0]
 
 
-def _aligned_lines(lse: Tensor) -> Tensor:
-    """Memory for what is laid out as lse, in lines of multiples of 16 bytes."""
-    rows = lse.shape[-1]
-    return lse.new_empty((*lse.shape[:-1], -(-rows // 4) * 4))[..., :rows]
-
-
-def _delta(
-    kernel: Any,
+def base_and_delta(
+    problem: Problem,
     out: Tensor,
+    lse: Tensor,
     dout: Tensor,
     dlse: Tensor | None,
-    lse: Tensor,
-    base: Tensor,
-    delta: Tensor,
-    folded: bool,
-) -> None:
-    heads, rows = delta.shape[-2:]
-    width = twins.power_of_two(out.shape[-1])
-    block = max(8, min(64, 8192 // width))
-    programs = -(-rows // block) * delta.numel() // rows
-    launch(
-        kernel,
-        programs,
-        out.device,
-        *(twins.tokens(out), twins.tokens(dout)),
-        *map(twins.lines, (dlse, lse, base, delta)),
-        *(rows, heads, folded, out.shape[-1], block, width),
-    )
+    cleared: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """What the backward pass needs of each row (kernels/backward.py, Stats), laid out as lse in lines of
+    multiples of 16 bytes. `cleared` becomes 0 in passing: so many numbers, a power of two, for each
+    `delta_rows` rows of a head."""
+    from tilewise.kernels.backward import delta_kernel
+
+    heads, rows = lse.shape[-2:]
+    base, delta = (lse.new_empty((*lse.shape[:-1], -(-rows // 4) * 4))[..., :rows] for _ in "12")
+    if lse.numel():
+        width = twins.power_of_two(out.shape[-1])
+        block = delta_rows(width)
+        programs = -(-rows // block) * lse.numel() // rows
+        share = 0 if cleared is None else cleared.numel() // programs
+        launch(
+            delta_kernel,
+            programs,
+            out.device,
+            *(twins.tokens(out), twins.tokens(dout)),
+            *map(twins.lines, (dlse, lse, base, delta)),
+            *(cleared, rows, heads, twins.folded(problem), out.shape[-1], block, width, share),
+        )
+    return base, delta
+
+
+def delta_rows(width: int) -> int:
+    """Of out, so many columns wide, that a program of delta_kernel reads."""
+    return max(8, min(64, 8192 // width))
 
 
 # ------------------------------------------------------------------ a Problem as kernels take it

@@ -107,13 +107,17 @@ class OfKeys(NamedTuple):
 
 @triton.jit
 def delta_kernel(
-    out, dout, dlse, lse, base, delta, rows, heads,
-    FOLDED: tl.constexpr, DV: tl.constexpr, BLOCK: tl.constexpr, BLOCK_DV: tl.constexpr,
+    out, dout, dlse, lse, base, delta, cleared, rows, heads,
+    FOLDED: tl.constexpr, DV: tl.constexpr, BLOCK: tl.constexpr, BLOCK_DV: tl.constexpr, SHARE: tl.constexpr,
 ):  # fmt: skip
     """base: lse as `probabilities` wants it, +inf where there is no probability. delta = rowsum(dout ∘ out) −
-    dlse. Grid: (tiles of rows · heads · batch entries,)."""
+    dlse. Each program also clears its SHARE of what is to be cleared, if anything.
+    Grid: (tiles of rows · heads · batch entries,)."""
     tiles = tl.cdiv(rows, BLOCK)
     program = tl.program_id(0)
+    if cleared is not None:
+        place_in = cleared + program.to(tl.int64) * SHARE + tl.arange(0, SHARE)
+        tl.store(place_in, tl.zeros([SHARE], cleared.dtype.element_ty))
     head = (program // tiles % heads).to(tl.int64)
     batch = (program // tiles // heads).to(tl.int64)
     i = program % tiles * BLOCK + tl.arange(0, BLOCK)

@@ -49,12 +49,13 @@ class Ring(NamedTuple):
 
 
 @gluon.jit
-def ring_of(data, SLOTS: gl.constexpr, CONSUMERS: gl.constexpr):
-    """A ring, empty; each of so many consumers has to give a slot back."""
+def ring_of(data, SLOTS: gl.constexpr, CONSUMERS: gl.constexpr, PRODUCERS: gl.constexpr = 1):
+    """A ring, empty; each of so many consumers has to give a slot back, each of so many producers fills a
+    share of it."""
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(SLOTS):
-        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(full.index(i), count=PRODUCERS)
         mbarrier.init(empty.index(i), count=CONSUMERS)
     return Ring(data, full, empty)
 
@@ -86,6 +87,13 @@ def wait_empty(ring, count):
     mbarrier.wait(
         ring.empty.index(count % ring.data.shape[0]), ((count // ring.data.shape[0]) & 1) ^ 1
     )
+
+
+@gluon.jit
+def hand_over(ring, count):
+    """A producer's share of a slot, written by its threads, may be read, by matrix instructions too."""
+    fence_async_shared()
+    mbarrier.arrive(ring.full.index(count % ring.data.shape[0]))
 
 
 @gluon.jit
@@ -155,11 +163,18 @@ class Part(NamedTuple):
 def _viewed(buffer, view):
     """A buffer [rows, columns] with the shape of a view's tiles, whose rows may be those of several heads."""
     SHAPE: gl.constexpr = view.block_shape
+    LAYOUT: gl.constexpr = view.layout
+    return _reinterpreted(buffer, buffer.dtype, SHAPE, LAYOUT)
+
+
+@gluon.jit
+def _reinterpreted(buffer, dtype: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
+    """The memory of a buffer, taken for another."""
     if _REINTERPRETS:
-        viewed = buffer.reinterpret(buffer.dtype, SHAPE, view.layout)
+        other = buffer.reinterpret(dtype, SHAPE, LAYOUT)
     else:
-        viewed = buffer._reinterpret(buffer.dtype, SHAPE, view.layout)
-    return viewed
+        other = buffer._reinterpret(dtype, SHAPE, LAYOUT)
+    return other
 
 
 @gluon.jit
@@ -168,6 +183,22 @@ def load_tile(view, part, row, head, ring, count):
     buffer = slot(ring, count)
     full = ring.full.index(count % ring.data.shape[0])
     mbarrier.expect(full, buffer.shape[0] * buffer.shape[1] * 2)
+    _copy(view, part, row, head, full, buffer)
+
+
+@gluon.jit
+def load_tile_and_line(view, part, row, head, lines, line, ring, numbers, count):
+    """As load_tile; the slot is full when `numbers` of the same slot has those of the rows, too, of a line."""
+    buffer = slot(ring, count)
+    beside = numbers.index(count % ring.data.shape[0])
+    full = ring.full.index(count % ring.data.shape[0])
+    mbarrier.expect(full, buffer.shape[0] * buffer.shape[1] * 2 + beside.shape[0] * 4)
+    _copy(view, part, row, head, full, buffer)
+    _tma_load(lines, [line, part.start + row], full, _viewed(beside, lines))
+
+
+@gluon.jit
+def _copy(view, part, row, head, full, buffer):
     if len(view.block_shape) == WHOLE:
         _tma_load(view, [part.batch, row, head, 0], full, _viewed(buffer, view))
     else:
@@ -300,12 +331,51 @@ def pack(p, dtype: gl.constexpr):
 
 
 @gluon.jit
+def load_pairs(buffer, GROUP: gl.constexpr):
+    """A warpgroup's rows of a buffer [rows, columns] as `pack` has them."""
+    COLUMNS: gl.constexpr = buffer.shape[1]
+    like = pack(gl.zeros([GROUP_ROWS, COLUMNS], gl.float32, product_layout(COLUMNS)), buffer.dtype)
+    SHAPE: gl.constexpr = [buffer.shape[0], COLUMNS // 2]
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
+    pairs = _reinterpreted(buffer, gl.int32, SHAPE, LAYOUT)
+    pairs = pairs.slice(GROUP * GROUP_ROWS, GROUP_ROWS)
+    return pairs.load(like.type.layout)
+
+
+@gluon.jit
 def unpack(pairs, dtype: gl.constexpr, layout: gl.constexpr):
     """What `pack` was given, rounded, as the first operand of a product of that layout."""
     even = (pairs & 0xFFFF).to(gl.int16).to(dtype, bitcast=True)
     odd = (pairs >> 16).to(gl.int16).to(dtype, bitcast=True)
     both = gl.reshape(gl.join(even, odd), [pairs.shape[0], 2 * pairs.shape[1]])
     return gl.convert_layout(both, gl.DotOperandLayout(0, layout, 2), assert_trivial=True)
+
+
+@gluon.jit
+def add_to(start, product):
+    """Adds a product [64, columns] to numbers in memory that lie as a warpgroup's registers hold them:
+    [columns / 8, threads, 4], of which 4 are 2 rows by 2 columns (`as_rows`)."""
+    EIGHTHS: gl.constexpr = product.shape[1] // 8
+    row = gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, product.type.layout))
+    column = gl.arange(0, product.shape[1], gl.SliceLayout(0, product.type.layout))
+    lane = (row // 16 * 32 + row % 8 * 4)[:, None] + (column % 8 // 2)[None, :]
+    offset = lane * 4 + (column // 8 * (4 * GROUP_THREADS))[None, :]
+    address = (start + _quarters(offset, EIGHTHS)[0]).to(gl.int64)
+    a, b, c, d = _quarters(product, EIGHTHS)
+    code: gl.constexpr = "red.relaxed.gpu.global.add.v4.f32 [$1], {$2, $3, $4, $5}; mov.b32 $0, 0;"
+    gl.inline_asm_elementwise(
+        code, "=r,l,f,f,f,f", [address, a, b, c, d], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _quarters(product, EIGHTHS: gl.constexpr):
+    """Of every 2 rows (8 apart) by 2 columns: each of the 4 as a tensor, as threads hold them."""
+    apart = gl.reshape(product, [4, 2, 8, EIGHTHS, 4, 2])
+    left, right = gl.split(apart)
+    a, c = gl.split(gl.permute(left, (0, 2, 3, 4, 1)))
+    b, d = gl.split(gl.permute(right, (0, 2, 3, 4, 1)))
+    return a, b, c, d
 
 
 @gluon.jit
@@ -320,6 +390,14 @@ def beside_zeros(pairs, wide):
 def keep(x):
     """x, whose registers hold it up to here: no instruction reads what a product in flight still reads."""
     return gl.inline_asm_elementwise("", "=r,0", [x], dtype=x.dtype, is_pure=False, pack=1)
+
+
+@gluon.jit
+def computed(x):
+    """x, float32, computed by now: what the assembler moves in between products makes them wait for another
+    (C7517)."""
+    code: gl.constexpr = "mov.b32 $0, $1;"
+    return gl.inline_asm_elementwise(code, "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1)
 
 
 @gluon.jit

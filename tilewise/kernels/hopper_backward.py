@@ -1,0 +1,412 @@
+"""The backward pass on Hopper: P = exp(S − lse), dS = P ∘ (dP − delta) (arXiv 2205.14135).
+
+A program owns a tile of keys, half of them each of two consumer warpgroups, and walks over the blocks of
+queries that see them, which a producer has loaded ahead. Sᵀ and dPᵀ of a consumer's keys are computed such
+that Pᵀ and dSᵀ are, in registers, the first operands of the products of dV and dK. The consumers take turns
+at the tensor cores: one computes exponentials while the other's products run.
+
+For dQ they exchange dS by shared memory, and each computes a half of dQ of the step before, for which the
+other's part is there by then. dQ is summed in float32 by the L2 cache, straight from registers, since shared
+memory is what the products are short of: in any order, into tiles that lie as registers hold them (`as_rows`).
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from tilewise.kernels.general import General
+from tilewise.kernels.hopper_pipeline import (
+    GROUP_ROWS,
+    Part,
+    add_to,
+    await_turn,
+    close_turns,
+    computed,
+    give_back,
+    hand_over,
+    keep,
+    load_pairs,
+    load_tile,
+    load_tile_and_line,
+    open_turns,
+    pack,
+    pass_turn,
+    product_layout,
+    ring_of,
+    shared_layout,
+    slot,
+    split_columns,
+    store_tile,
+    tile_ring,
+    unpack,
+    wait_empty,
+    wait_full,
+)
+from tilewise.kernels.hopper_walk import KeysWalk, work_of_keys
+from tilewise.kernels.score import NEG_INF, constexpr, logits, place, probabilities, tile_pointers
+
+__all__ = ["KeysWalk", "Tile", "backward_kernel", "constexpr", "rows_kernel"]
+
+# Each has so many keys of a tile.
+_GROUPS = gl.constexpr(2)
+
+
+class Tile(NamedTuple):
+    """All constexpr. BLOCK_Q queries beside 2 · 64 keys; D and DV columns; STAGES blocks of q and dout. RAGGED:
+    the last tile of keys may be cut short. HELD: consumers hold their keys and values in registers. REGISTERS
+    of a consumer's threads."""
+
+    BLOCK_Q: Any
+    D: Any
+    DV: Any
+    STAGES: Any
+    RAGGED: Any
+    HELD: Any
+    REGISTERS: Any
+
+
+class Views(NamedTuple):
+    """Descriptors: of tiles of q, k, v, dout, dk and dv; of lines of base and delta."""
+
+    q: Any
+    k: Any
+    v: Any
+    dout: Any
+    base: Any
+    delta: Any
+    dk: Any
+    dv: Any
+
+
+class Shared(NamedTuple):
+    """k and v, a ring of one each; rings of q with the line of delta, and of dout with that of base; a ring of
+    dSᵀ, of which each consumer fills its half."""
+
+    k: Any
+    v: Any
+    q: Any
+    delta: Any
+    dout: Any
+    base: Any
+    ds: Any
+
+
+@gluon.jit
+def _work(spec, walk, tile):
+    BLOCK_K: gl.constexpr = _GROUPS * GROUP_ROWS
+    return work_of_keys(gl.program_id(0), walk, spec, tile.BLOCK_Q, BLOCK_K, tile.RAGGED)
+
+
+# ------------------------------------------------------------------ the producer
+
+
+@gluon.jit
+def _produce(views, shared, spec, walk, tile):
+    work = _work(spec, walk, tile)
+    at = work.at
+    # Nothing is read of tokens that belong to no sequence.
+    keys = Part(
+        at.number, at.start_k, at.sk if spec.packed is None else gl.where(at.real, at.sk, 0)
+    )
+    queries = Part(at.number, at.start_q, at.sq)
+    load_tile(views.k, keys, at.tile_start, work.kv_head, shared.k, 0)
+    load_tile(views.v, keys, at.tile_start, work.kv_head, shared.v, 0)
+    count = 0
+    for member in range(spec.sizes.groups):
+        head = work.kv_head * spec.sizes.groups + member
+        line = work.line + head
+        for i in range(work.first, work.last, tile.BLOCK_Q):
+            wait_empty(shared.q, count)
+            load_tile_and_line(
+                views.q, queries, i, head, views.delta, line, shared.q, shared.delta, count
+            )
+            wait_empty(shared.dout, count)
+            load_tile_and_line(
+                views.dout, queries, i, head, views.base, line, shared.dout, shared.base, count
+            )
+            count += 1
+
+
+# ------------------------------------------------------------------ consumers
+
+
+@gluon.jit
+def _consume(views, shared, dq, spec, walk, tile, GROUP: gl.constexpr):
+    BANDED: gl.constexpr = (spec.band.left is not None) or (spec.band.right is not None)
+    EDGE: gl.constexpr = BANDED or tile.RAGGED
+    # Whether the last blocks of queries may be an edge.
+    TAIL: gl.constexpr = (spec.band.left is not None) or (spec.packed is not None)
+    work = _work(spec, walk, tile)
+    at = work.at
+    LAYOUT: gl.constexpr = gl.SliceLayout(1, product_layout(tile.BLOCK_Q))
+    keys = at.tile_start + GROUP * GROUP_ROWS + gl.arange(0, GROUP_ROWS, LAYOUT)
+    dk = gl.zeros([GROUP_ROWS, tile.D], gl.float32, product_layout(tile.D))
+    dv = gl.zeros([GROUP_ROWS, tile.DV], gl.float32, product_layout(tile.DV))
+    wait_full(shared.k, 0)
+    wait_full(shared.v, 0)
+    own_k = _own(shared.k, GROUP)
+    own_v = _own(shared.v, GROUP)
+    if tile.HELD:
+        own_k = load_pairs(slot(shared.k, 0), GROUP)
+        own_v = load_pairs(slot(shared.v, 0), GROUP)
+    open_turns(GROUP, _GROUPS)
+    if GROUP == 1:
+        # Its products of a step come after the first ones of the other's next step.
+        await_turn(GROUP)
+        pass_turn(GROUP, _GROUPS)
+
+    head = work.kv_head * spec.sizes.groups
+    first_tile = head * work.per_head + work.first_block
+    i = work.first
+    dk, dv, before = _step(
+        dk, dv, 0, own_k, own_v, shared, 0, i, first_tile, keys, at, head, dq, spec, tile,
+        GROUP, EDGE, True,
+    )  # fmt: skip
+    i += tile.BLOCK_Q
+    count = 1
+    for _ in range(spec.sizes.groups):
+        if EDGE:
+            for block in range(i, work.full_first, tile.BLOCK_Q):
+                dk, dv, before = _step(
+                    dk, dv, before, own_k, own_v, shared, count, block, first_tile, keys, at, head, dq,
+                    spec, tile, GROUP, True, False,
+                )  # fmt: skip
+                count += 1
+            i = gl.maximum(i, work.full_first)
+        for block in range(i, work.full_last, tile.BLOCK_Q):
+            dk, dv, before = _step(
+                dk, dv, before, own_k, own_v, shared, count, block, first_tile, keys, at, head, dq,
+                spec, tile, GROUP, False, False,
+            )  # fmt: skip
+            count += 1
+        if TAIL:
+            for block in range(gl.maximum(i, work.full_last), work.last, tile.BLOCK_Q):
+                dk, dv, before = _step(
+                    dk, dv, before, own_k, own_v, shared, count, block, first_tile, keys, at, head, dq,
+                    spec, tile, GROUP, True, False,
+                )  # fmt: skip
+                count += 1
+        i = work.first
+        head += 1
+        first_tile += work.per_head
+    if GROUP == 0:
+        await_turn(GROUP)
+        pass_turn(GROUP, _GROUPS)
+    close_turns(GROUP)
+    wait_full(shared.ds, count - 1)
+    part = _product_of_queries(shared, count - 1, tile, GROUP)
+    _add_queries(warpgroup_mma_wait(0, [part]), dq, before, tile, GROUP)
+    _store(dk * spec.scores.scale, dv, views, shared, work, GROUP)
+
+
+@gluon.jit
+def _store(dk, dv, views, shared, work, GROUP: gl.constexpr):
+    """dv takes the place of v, of which each consumer has read its own half; dk that of k, of which both
+    have read all. Then one of them stores dv, the other dk."""
+    give_back(shared.k, 0)
+    _own(shared.v, GROUP).store(dv.to(shared.v.data.dtype))
+    fence_async_shared()
+    give_back(shared.v, 0)
+    mbarrier.wait(shared.k.empty.index(0), 0)
+    _own(shared.k, GROUP).store(dk.to(shared.k.data.dtype))
+    fence_async_shared()
+    give_back(shared.k, 0)
+    at = work.at
+    rows = Part(at.number, at.start_k, at.sk)
+    if GROUP == 0:
+        mbarrier.wait(shared.v.empty.index(0), 0)
+        store_tile(views.dv, rows, at.tile_start, work.kv_head, 0, slot(shared.v, 0))
+    else:
+        mbarrier.wait(shared.k.empty.index(0), 1)
+        store_tile(views.dk, rows, at.tile_start, work.kv_head, 0, slot(shared.k, 0))
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _own(ring, GROUP: gl.constexpr, count=0):
+    """A consumer's keys of what is in a slot."""
+    return slot(ring, count).slice(GROUP * GROUP_ROWS, GROUP_ROWS)
+
+
+@gluon.jit
+def _step(
+    dk, dv, before, own_k, own_v, shared, count, i, first_tile, keys, at, head, dq, spec, tile,
+    GROUP: gl.constexpr, EDGE: gl.constexpr, FIRST: gl.constexpr,
+):  # fmt: skip
+    """The block of queries i …, use `count` of the rings; `before` is the tile of dq of the step before. EDGE:
+    not all pairs are seen. FIRST: there was no step before."""
+    TRANSPOSED: gl.constexpr = product_layout(tile.BLOCK_Q)
+    LINE: gl.constexpr = gl.SliceLayout(0, TRANSPOSED)
+    dtype: gl.constexpr = shared.q.data.dtype
+    none = gl.zeros([GROUP_ROWS, tile.BLOCK_Q], gl.float32, TRANSPOSED)
+    wait_full(shared.q, count)
+    # What is computed is dP − delta: a product begins with −delta, which takes fewer registers than to
+    # subtract it.
+    dp = computed(none - shared.delta.index(count % tile.STAGES).load(LINE)[None, :])
+    await_turn(GROUP)
+    q = slot(shared.q, count)
+    operand = _operand(own_k, dtype, tile)
+    s = warpgroup_mma(operand, q.permute((1, 0)), none, use_acc=False, is_async=True)
+    wait_full(shared.dout, count)
+    dout = slot(shared.dout, count)
+    operand = _operand(own_v, dtype, tile)
+    dp = warpgroup_mma(operand, dout.permute((1, 0)), dp, is_async=True)
+    pass_turn(GROUP, _GROUPS)
+    base = shared.base.index(count % tile.STAGES).load(LINE)
+    s = warpgroup_mma_wait(1, [s])
+    low, high = split_columns(s)
+    along = (keys - i)[:, None] - low
+    capped = logits(s, at, head, high, along, None, spec)
+    s = capped.s
+    if EDGE:
+        seen = _seen(along, high, keys, at.sq - i - low, at, spec, tile)
+        s = gl.where(seen, s, NEG_INF)
+    p = probabilities(s, base[None, :], 0.0, spec)
+    pairs = pack(p, dtype)
+    ds = p * warpgroup_mma_wait(0, [dp])
+    if spec.scores.softcap is not None:
+        ds = ds * (1.0 - capped.tanh * capped.tanh)
+    if EDGE:
+        ds = gl.where(seen, ds, 0.0)
+    ds_pairs = pack(ds, dtype)
+    wait_empty(shared.ds, count)
+    rounded = unpack(ds_pairs, dtype, TRANSPOSED)
+    _own(shared.ds, GROUP, count).store(gl.convert_layout(rounded, TRANSPOSED, assert_trivial=True))
+    hand_over(shared.ds, count)
+
+    await_turn(GROUP)
+    operand = unpack(pairs, dtype, product_layout(tile.DV))
+    dv = warpgroup_mma(operand, dout, dv, is_async=True)
+    if not FIRST:
+        wait_full(shared.ds, count - 1)
+        part = _product_of_queries(shared, count - 1, tile, GROUP)
+    operand = unpack(ds_pairs, dtype, product_layout(tile.D))
+    dk = warpgroup_mma(operand, q, dk, is_async=True)
+    pass_turn(GROUP, _GROUPS)
+    dv = warpgroup_mma_wait(1 if FIRST else 2, [dv])
+    keep(pairs)
+    give_back(shared.dout, count)
+    if not FIRST:
+        part = warpgroup_mma_wait(1, [part])
+        give_back(shared.ds, count - 1)
+        _add_queries(part, dq, before, tile, GROUP)
+    dk = warpgroup_mma_wait(0, [dk])
+    keep(ds_pairs)
+    give_back(shared.q, count)
+    return dk, dv, first_tile + i // tile.BLOCK_Q
+
+
+@gluon.jit
+def _operand(own, dtype: gl.constexpr, tile):
+    operand = own
+    if tile.HELD:
+        operand = unpack(own, dtype, product_layout(tile.BLOCK_Q))
+    return operand
+
+
+@gluon.jit
+def _seen(along, high, keys, rows, at, spec, tile):
+    """Which of the pairs are seen; `along`, `high` and `rows`, the keys, the queries and the end of the
+    sequence, are less a common number."""
+    seen = high >= 0
+    if spec.packed is not None:
+        seen = high < rows
+    if spec.band.right is not None:
+        seen = seen & (high >= along - (at.offset + spec.band.right))
+    if spec.band.left is not None:
+        seen = seen & (high <= along - (at.offset - spec.band.left))
+    if tile.RAGGED:
+        seen = seen & (keys < at.sk)[:, None]
+    return seen
+
+
+@gluon.jit
+def _product_of_queries(shared, count, tile, GROUP: gl.constexpr):
+    """dS k, on its way, but for the half of the columns that is the other consumer's."""
+    COLUMNS: gl.constexpr = tile.D // 2
+    ds = slot(shared.ds, count).permute((1, 0))
+    k = slot(shared.k, 0).slice(GROUP * COLUMNS, COLUMNS, 1)
+    none = gl.zeros([GROUP_ROWS, COLUMNS], gl.float32, product_layout(COLUMNS))
+    return warpgroup_mma(ds, k, none, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _add_queries(part, dq, number, tile, GROUP: gl.constexpr):
+    """Adds a half to tile `number` of dq: [halves, columns / 8, threads, 4]."""
+    NUMBERS: gl.constexpr = tile.BLOCK_Q * tile.D
+    add_to(dq + gl.cast(number, gl.int64) * NUMBERS + GROUP * (NUMBERS // 2), part)
+
+
+# ------------------------------------------------------------------ the kernels
+
+
+@gluon.jit
+def _backward_kernel(q, k, v, dout, base, delta, dk, dv, dq, spec, walk, tile):
+    """q, k, v, dout, dk, dv: descriptors of tiles; base, delta: of lines; dq: float32, as `as_rows` has it;
+    spec: Spec; walk: KeysWalk; tile: Tile. Grid: (tiles of keys · key heads · batch entries,)."""
+    dtype: gl.constexpr = q.dtype
+    BLOCK_K: gl.constexpr = _GROUPS * GROUP_ROWS
+    LINES: gl.constexpr = gl.NVMMASharedLayout(0, 32, 1)
+    views = Views(q, k, v, dout, base, delta, dk, dv)
+    # A consumer fills the next but one before the other has read that of the step before.
+    ds = gl.allocate_shared_memory(dtype, [3, BLOCK_K, tile.BLOCK_Q], shared_layout(2))
+    shared = Shared(
+        tile_ring(dtype, 1, BLOCK_K, tile.D, _GROUPS),
+        tile_ring(dtype, 1, BLOCK_K, tile.DV, _GROUPS),
+        tile_ring(dtype, tile.STAGES, tile.BLOCK_Q, tile.D, _GROUPS),
+        gl.allocate_shared_memory(gl.float32, [tile.STAGES, tile.BLOCK_Q], LINES),
+        tile_ring(dtype, tile.STAGES, tile.BLOCK_Q, tile.DV, _GROUPS),
+        gl.allocate_shared_memory(gl.float32, [tile.STAGES, tile.BLOCK_Q], LINES),
+        ring_of(ds, 3, _GROUPS, _GROUPS),
+    )
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (_produce, (views, shared, spec, walk, tile)),
+            (_consume, (views, shared, dq, spec, walk, tile, 0)),
+            (_consume, (views, shared, dq, spec, walk, tile, 1)),
+        ],
+        [4, 4],
+        [tile.REGISTERS, tile.REGISTERS],
+    )
+
+
+# Lengths and strides differ from call to call.
+backward_kernel = General(_backward_kernel)
+
+
+@triton.jit
+def rows_kernel(sums, dq, spec, D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr):
+    """dq: Tokens, from the sums that backward_kernel left. Grid: (blocks of queries · heads · batch entries,)."""
+    tiles = tl.cdiv(spec.sizes.sq, BLOCK_Q)
+    if spec.packed is not None:
+        tiles += spec.packed.count + 1
+    program = tl.program_id(0)
+    head = program // tiles % spec.sizes.heads
+    at = place(program % tiles, program // tiles // spec.sizes.heads, spec, BLOCK_Q, False)
+    start = program.to(tl.int64) * (BLOCK_Q * BLOCK_D)
+    numbers = tl.load(sums + start + tl.arange(0, BLOCK_Q * BLOCK_D))
+    found = as_rows(numbers, BLOCK_Q, BLOCK_D) * spec.scores.scale
+    i = at.tile_start + tl.arange(0, BLOCK_Q)
+    columns = tl.arange(0, BLOCK_D)
+    inside = (i < at.sq)[:, None] & (columns < D)[None, :]
+    pointers = tile_pointers(dq, at, head, at.start_q, i, columns)
+    tl.store(pointers, found.to(dq.data.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def as_rows(numbers, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr):
+    """A tile [64 rows, columns] from its numbers as registers hold them: [halves of the columns, 8 columns each,
+    warps of 16 rows, 8 rows, 4, 2 rows, 2 columns]."""
+    apart = tl.reshape(numbers, [2, BLOCK_D // 16, BLOCK_Q // 16, 8, 4, 2, 2])
+    return tl.reshape(tl.permute(apart, (2, 5, 3, 0, 1, 4, 6)), [BLOCK_Q, BLOCK_D])
