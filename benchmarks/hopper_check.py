@@ -1,13 +1,13 @@
 """The Hopper backend on a GPU: is it right, and how fast is it beside FlashAttention-3 and cuDNN.
 
-    python benchmarks/hopper_check.py [--parts compile,plain,features,shapes,odd,speed,…] [--out FOLDER]
+    python benchmarks/hopper_check.py [--parts compile,plain,gradients,odd,speed,backward,…] [--out FOLDER]
 
 Every part runs in a process of its own, so that one that fails or hangs does not take the others along; a
 case that takes longer than a minute ends its part. `compile` fills Triton's cache by all processors with
 what the parts beside it need, and needs no GPU. FlashAttention-3 is timed where the folder peers-fa3 holds
 it (fa3.so.xz, libcudart.so.12). The whole log goes to hopper_check.log in the folder (default: $OUT or the
-current one), rows of speed to hopper_speed.json; a summary is printed at the end. `variants` times other
-plans than the chosen ones.
+current one), rows of speed to hopper_speed.json and hopper_backward.json; a summary is printed at the end.
+`variants` times other plans than the chosen ones.
 
 `sanitize` has one small case of each kind of kernel, to be run by itself:
 
@@ -54,8 +54,8 @@ from tilewise.testing import CASES, Call, Case, Maker, make_call
 from tilewise.tuning.search import poisoned
 from tilewise.tuning.workers import start_worker
 
-CHECKS = ("plain", "features", "shapes", "packed", "probes", "odd")
-PARTS = ("compile", *CHECKS, "sanitize", "speed", "variants", "launch")
+CHECKS = ("plain", "features", "shapes", "packed", "gradients", "probes", "odd")
+PARTS = ("compile", *CHECKS, "sanitize", "speed", "backward", "variants", "launch")
 HALF = (torch.bfloat16, torch.float16)
 PATIENCE = 60.0
 # Few long sequences and many short ones, as in tilewise bench.
@@ -228,19 +228,53 @@ def packed_cases() -> Iterator[Case]:
     yield from (case for case in CASES if case.layout == "packed")
 
 
+def gradient_cases() -> Iterator[Case]:
+    """What the backward pass takes."""
+    for d in (128, 64):
+        for options, mask in ((None, "full"), (causal, "causal")):
+            for s in (1, 63, 64, 65, 127, 128, 129, 300, 512, 1100):
+                yield dense(f"gradients, D{d}, S {s}, {mask}", options, head_dim=d, sq=s)
+        for name in ("window 100, 20", "window 300, causal", "window 0, 0", "window None, 200"):
+            given = features()[name]
+            yield dense(f"gradients, D{d}, {name}", given, head_dim=d, sq=777, sk=1033)
+            yield dense(f"gradients, D{d}, {name}, long", given, head_dim=d, sq=1033, sk=777)
+        for name in ("top-left", "softcap", "scale 3", "scale -0.2"):
+            yield dense(f"gradients, D{d}, {name}", features()[name], head_dim=d, sq=400, sk=555)
+            yield dense(f"gradients, D{d}, {name}, long", features()[name], head_dim=d, sk=333)
+        for heads, kv_heads in ((8, 1), (6, 2), (5, 5)):
+            shape = {"sq": 321, "heads": heads, "kv_heads": kv_heads, "head_dim": d}
+            yield dense(f"gradients, D{d}, heads {heads}/{kv_heads}", causal, **shape)
+        for lengths in ((700, 1, 0, 128, 129, 1100, 64, 63, 0, 2), tuple(range(0, 90, 7)), (0, 5)):
+            for options, mask in (
+                (None, "full"),
+                (causal, "causal"),
+                (features()["window 100, 20"], "window"),
+            ):
+                yield dense(
+                    f"gradients, packed {sum(lengths)}, D{d}, {mask}",
+                    options,
+                    head_dim=d,
+                    layout="packed",
+                    lengths=tuple((n, n) for n in lengths),
+                )
+    for d, dv in ((40, 80), (96, 96), (128, 64), (64, 128), (8, 8)):
+        yield dense(f"gradients, D {d}, Dv {dv}", causal, sq=300, head_dim=d, value_dim=dv)
+
+
 CASES_OF: dict[str, Callable[[], Iterator[Case]]] = {
     "packed": packed_cases,
     "sanitize": sanitized_cases,
     "plain": plain_cases,
     "features": feature_cases,
     "shapes": shape_cases,
+    "gradients": gradient_cases,
 }
 
 
 def served_cases(part: str) -> Iterator[tuple[Case, torch.dtype]]:
     """Both dtypes where they may differ, so not for every shape."""
     for case in CASES_OF[part]():
-        for dtype in HALF if part == "plain" or "D128" in case.name else HALF[:1]:
+        for dtype in HALF if part in ("plain", "gradients") or "D128" in case.name else HALF[:1]:
             if served(case, dtype):
                 yield case, dtype
 
@@ -253,6 +287,8 @@ def checks(part: str) -> Iterator[Check]:
     else:
         for case, dtype in served_cases(part):
             run_it = lambda c=case, t=dtype: judged(make_call(c, t, "cuda"), t)  # noqa: E731
+            if part == "gradients":
+                run_it = lambda c=case, t=dtype: gradients_judged(c, t)  # noqa: E731
             yield Check(f"{case}, {short(dtype)}", run_it)
 
 
@@ -281,6 +317,31 @@ def judged(call: Call, dtype: torch.dtype) -> str:
     if not all(torch.equal(bits(a), bits(b)) for a, b in zip((out, lse), again, strict=True)):
         wrong.append("a rerun gave other bits")
     return "; ".join(wrong)
+
+
+def gradients_judged(case: Case, dtype: torch.dtype) -> str:
+    """What is wrong with a case, forward and backward, in memory that is full of NaN."""
+    call = gradient_call(case, dtype, "cuda")
+    if hopper._backward_unsupported(call.problem()):
+        return "left to the Triton backend"
+    with poisoned():
+        results = testing.evaluate(call, "hopper")
+    gold, peer = testing.expect(make_call(case, dtype, "cuda"))
+    verdicts = (
+        testing.judge(name, t, gold[name], peer[name], dtype) for name, t in results.items()
+    )
+    return "; ".join(str(v) for v in verdicts if not v.passed)
+
+
+def gradient_call(case: Case, dtype: torch.dtype, device: str = "cpu") -> Call:
+    """A case's call; of packed sequences with one tensor of lengths for q and k, which are equal."""
+    call = make_call(case, dtype, device)
+    call.arguments["deterministic"] = (
+        False  # though poisoned memory is had by asking for the opposite
+    )
+    if case.layout == "packed":
+        call.arguments["cu_seqlens_k"] = call.arguments["cu_seqlens_q"]
+    return call
 
 
 def probes() -> Iterator[Check]:
@@ -572,25 +633,32 @@ def compiled() -> str:
 # ------------------------------------------------------------------ compiling ahead
 
 
+_jobs: list[tuple[Problem, Variant, bool]] = []
+
+
 def compile_all(parts: list[str]) -> None:
     """Compiles what the parts will need, by all processors."""
-    distinct = {}
+    distinct: dict[Any, Any] = {}
     for problem, variant in what_is_needed(parts):
         with varied(variant):
             if hopper._plan(problem).shared_bytes <= hopper._SHARED_BYTES:
-                distinct[what_it_takes(problem)] = (problem, variant)
+                distinct[what_it_takes(problem)] = (problem, variant, False)
+    for problem in gradients_needed(parts):
+        distinct[what_gradients_take(problem)] = (problem, Variant(), True)
     log(f"SUMMARY compiling {len(distinct)} kernels, those of {', '.join(parts)}")
     started = time.monotonic()
+    # Inherited: two tensors that are one would arrive as two.
+    _jobs[:] = distinct.values()
     with multiprocessing.get_context("fork").Pool(os.cpu_count(), start_worker) as pool:
-        for line in pool.imap_unordered(compile_one, distinct.values()):
+        for line in pool.imap_unordered(compile_one, range(len(_jobs))):
             if line:
                 log(line)
     log(f"compiled in {time.monotonic() - started:.0f} s")
 
 
 def what_is_needed(parts: list[str]) -> Iterator[tuple[Problem, Variant]]:
-    for part in parts:
-        for case, dtype in served_cases(part) if part in CASES_OF else ():
+    for part in CASES_OF.keys() & set(parts) - {"gradients"}:
+        for case, dtype in served_cases(part):
             yield make_call(case, dtype).problem(), Variant()
     if "speed" in parts:
         for d, s, flag in cells():
@@ -601,6 +669,32 @@ def what_is_needed(parts: list[str]) -> Iterator[tuple[Problem, Variant]]:
             problem = tilewise.api.problem_of(**cell.arguments("cpu"))
             for variant in cell.tried(problem).values():
                 yield problem, variant
+
+
+def gradients_needed(parts: list[str]) -> Iterator[Problem]:
+    if "gradients" in parts:
+        for case, dtype in served_cases("gradients"):
+            yield gradient_call(case, dtype).problem()
+    if "backward" in parts:
+        for d, s, flag in backward_cells():
+            q = torch.empty(1, s, 2, d, dtype=torch.bfloat16)
+            yield tilewise.api.problem_of(q, q, q, causal=flag)
+
+
+def what_gradients_take(problem: Problem) -> tuple[Any, ...]:
+    """As what_it_takes, and what the backward kernels depend on."""
+    ragged = problem.packed is not None
+    if problem.packed is None:
+        first, last = hopper._seen_keys(problem)
+        ragged = (last - first) % hopper._KEYS != 0
+    widths = (problem.q.shape[-1], problem.v.shape[-1])
+    return (
+        what_it_takes(problem),
+        hopper._backward_plan(problem),
+        ragged,
+        widths,
+        problem.band.align,
+    )
 
 
 def what_it_takes(problem: Problem) -> tuple[Any, ...]:
@@ -617,14 +711,15 @@ def what_it_takes(problem: Problem) -> tuple[Any, ...]:
     return plan, rest, *tensors, *structure, s.softcap is None, folded
 
 
-def compile_one(job: tuple[Problem, Variant]) -> str:
+def compile_one(number: int) -> str:
     from tilewise.tuning import compiling
 
-    problem, variant = job
+    problem, variant, backward = _jobs[number]
     target = compiling.cuda_target(90)
     try:
         with varied(variant):
-            *_, kernel = compiling.compile_problem(problem, target, False, "hopper")
+            kernels = compiling.compile_problem(problem, target, backward, "hopper")
+            kernel = max(kernels, key=lambda k: k.metadata.shared)
     except Exception as error:
         return f"NOT COMPILED {hopper.config(problem)}: {error!r:.500}"
     found = compiling.report(kernel, target)
@@ -644,7 +739,7 @@ def cells() -> Iterator[tuple[int, int, bool]]:
             yield from ((d, s, False), (d, s, True))
 
 
-def graphed(f: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+def graphed(f: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -697,7 +792,7 @@ def cudnn(q: Tensor, k: Tensor, v: Tensor, flag: bool) -> Callable[[], Tensor]:
 def speed(folder: Path) -> None:
     """Teraflops a second of each cell; medians of three interleaved medians of graph replays."""
     fa3 = flash_attention_3()
-    rows = []
+    rows: list[dict[str, Any]] = []
     for d, s, flag in cells():
         b, h = 16384 // s, 2048 // d
         q, k, v = (normal(b, s, h, d) for _ in range(3))
@@ -708,29 +803,85 @@ def speed(folder: Path) -> None:
             calls["fa3"] = lambda: fa3.fwd(q, k, v, **options)[0]  # noqa: B023
         with watched(f"speed {d} {s} {flag}"):
             graphs = {name: graphed(call) for name, call in calls.items()}
-            times: dict[str, list[float]] = {name: [] for name in calls}
-            for _ in range(3):
-                for name, (replay, _) in graphs.items():
-                    times[name].append(milliseconds(replay))
-        flops = 4.0 * b * h * s * s * d / (2 if flag else 1)
-        rate = {name: flops / sorted(t)[1] * 1e-9 for name, t in times.items()}
+            flops = 4.0 * b * h * s * s * d / (2 if flag else 1)
+            rate = rates({name: replay for name, (replay, _) in graphs.items()}, flops)
         peer = graphs["fa3" if "fa3" in graphs else "cudnn"][1]
         peer = peer if "fa3" in graphs else peer.transpose(1, 2)
-        off = float((graphs["tilewise"][1].float() - peer.float()).norm() / peer.float().norm())
-        row = {
-            "D": d,
-            "S": s,
-            "mask": "causal" if flag else "full",
-            **{n: round(r) for n, r in rate.items()},
-        }
-        row |= {
-            f"÷ {name}": round(rate["tilewise"] / rate[name], 3)
-            for name in rate
-            if name != "tilewise"
-        }
-        rows.append(row)
-        log(f"{row} difference {off:.1e}" + ("" if off < 5e-3 else " WRONG"))
+        rows.append(told(d, s, flag, rate, distance(graphs["tilewise"][1], peer)))
         (folder / "hopper_speed.json").write_text(json.dumps(rows))
+    summarized(rows)
+
+
+def backward_cells() -> Iterator[tuple[int, int, bool]]:
+    lengths = {128: (512, 1024, 4096, 16384), 64: (1024, 4096, 16384), 256: (1024, 4096, 16384)}
+    for d, of_d in lengths.items():
+        yield from itertools.product((d,), of_d, (False, True))
+
+
+def backward_speed(folder: Path) -> None:
+    """The same of the backward pass. cuDNN's is called by autograd, eagerly."""
+    fa3 = flash_attention_3()
+    rows: list[dict[str, Any]] = []
+    for d, s, flag in backward_cells():
+        b, h = 16384 // s, 2048 // d
+        q, k, v, dout = (normal(b, s, h, d) for _ in range(4))
+        problem = tilewise.api.problem_of(q, k, v, causal=flag)
+        with watched(f"backward {d} {s} {flag}"):
+            result = hopper.forward(problem)
+            ours = graphed(lambda: hopper.backward(problem, result, dout, None)[:3])  # noqa: B023
+            calls = {"tilewise": ours[0], "cudnn": cudnn_backward(q, k, v, dout, flag)}
+            off = math.nan
+            if fa3 is not None:
+                theirs = [torch.empty_like(t) for t in (q, k, v)]
+                given = (dout, q, k, v, result.out, result.lse, *theirs)
+                options = {"softmax_scale": d**-0.5, "is_causal": flag}
+                calls["fa3"] = graphed(lambda: fa3.bwd(*given, **options))[0]  # noqa: B023
+                calls["tilewise"]()
+                off = max(map(distance, ours[1], theirs))
+            rate = rates(calls, 2.5 * 4.0 * b * h * s * s * d / (2 if flag else 1))
+        rows.append(told(d, s, flag, rate, off))
+        (folder / "hopper_backward.json").write_text(json.dumps(rows))
+    summarized(rows)
+
+
+def cudnn_backward(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, flag: bool
+) -> Callable[[], object]:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    leaves = [t.transpose(1, 2).detach().requires_grad_() for t in (q, k, v)]
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        out = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=flag)
+    grad = dout.transpose(1, 2)
+    return lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True)
+
+
+def rates(calls: dict[str, Callable[[], object]], flops: float) -> dict[str, float]:
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(3):
+        for name, call in calls.items():
+            times[name].append(milliseconds(call))
+    return {name: flops / sorted(t)[1] * 1e-9 for name, t in times.items()}
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    return float((a.float() - b.float()).norm() / b.float().norm())
+
+
+def told(d: int, s: int, flag: bool, rate: dict[str, float], off: float) -> dict[str, Any]:
+    """A row of speeds and ratios, which is printed. `off`: the distance to a peer's result."""
+    row: dict[str, Any] = {"D": d, "S": s, "mask": "causal" if flag else "full"}
+    row |= {name: round(value) for name, value in rate.items()}
+    row |= {
+        f"÷ {name}": round(rate["tilewise"] / value, 3)
+        for name, value in rate.items()
+        if name != "tilewise"
+    }
+    log(f"{row} difference {off:.1e}" + (" WRONG" if off > 5e-3 else ""))
+    return row
+
+
+def summarized(rows: list[dict[str, Any]]) -> None:
     for name in ("÷ fa3", "÷ cudnn"):
         ratios = [row[name] for row in rows if name in row]
         if ratios:
@@ -918,16 +1069,11 @@ def vary(cell: Cell, fa3: Any, other: Any) -> None:
         with varied(variant):
             if hopper._plan(problem).shared_bytes <= hopper._SHARED_BYTES:
                 graphs[name] = graphed(lambda: hopper.forward(problem).out)
-    times: dict[str, list[float]] = {name: [] for name in graphs}
-    for _ in range(3):
-        for name, (replay, _) in graphs.items():
-            times[name].append(milliseconds(replay))
-    rates = {name: cell.flops / sorted(t)[1] * 1e-9 for name, t in times.items()}
+    found = rates({name: replay for name, (replay, _) in graphs.items()}, cell.flops)
     log(f"D{cell.d} variants of {cell.name}:")
-    wanted = graphs["chosen"][1].float()
-    for name, rate in rates.items():
-        off = float((graphs[name][1].float() - wanted).norm() / wanted.norm())
-        beside = f"{rate / rates['fa3']:.3f}" if "fa3" in rates else ""
+    for name, rate in found.items():
+        off = distance(graphs[name][1], graphs["chosen"][1])
+        beside = f"{rate / found['fa3']:.3f}" if "fa3" in found else ""
         log(f"D   {name:20} {rate:5.0f} {beside}{'' if off < 5e-3 else f' WRONG {off:.1e}'}")
 
 
@@ -1011,6 +1157,7 @@ def main() -> None:
         actions: dict[str, Callable[[], None]] = {
             "compile": lambda: compile_all(parts),
             "speed": lambda: speed(arguments.out),
+            "backward": lambda: backward_speed(arguments.out),
             "variants": variants,
             "launch": launch_cost,
         }

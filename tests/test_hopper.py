@@ -172,9 +172,41 @@ def test_explained_where_there_is_no_such_gpu():
     assert choice.rejected["hopper"][0].startswith("Hopper's kernels run on a GPU")
 
 
-def test_the_backward_pass_is_another_backends():
-    assert dispatch.backward_of("hopper") is dispatch.BACKENDS["triton"]
-    assert dispatch.backward_of("tiled") is dispatch.BACKENDS["tiled"]
+@pytest.mark.parametrize(
+    ("shape", "options", "reason"),
+    [
+        ({"d": 192, "dv": 64}, {}, "the head dim of q must be a multiple of 8 up to 128, got 192"),
+        ({"d": 60, "dv": 64}, {}, "the head dim of q must be a multiple of 8 up to 128, got 60"),
+        ({"dv": 136}, {}, "the head dim of v must be a multiple of 8 up to 128, got 136"),
+        ({}, {"sinks": torch.ones(4)}, "sinks: not served"),
+        ({}, {"alibi_slopes": torch.ones(4)}, "alibi_slopes: not served"),
+        ({}, {"key_range": (0, torch.full((2, 1), 9))}, "key_range: not served"),
+        ({}, {"deterministic": True}, "deterministic: the order of sums differs from run to run"),
+    ],
+)
+def test_gradients_left_to_triton(shape, options, reason):
+    problem = problem_of(*tensors(**shape), **options)
+    assert hopper._backward_unsupported(problem) == [reason]
+    assert hopper.config(problem)["gradients"] == f"by triton ({reason})"
+
+
+def test_gradients_of_packed_sequences():
+    """Of which each row and key is known to be seen."""
+    q, k, v = (t[0] for t in tensors(sq=300))
+    cu = torch.tensor([0, 100, 300])
+    given = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "causal": True}
+    assert hopper.config(problem_of(q, k, v, **given))["gradients"] == "by hopper"
+    (reason,) = hopper._backward_unsupported(problem_of(q, k, v, **(given | UNEQUAL)))
+    assert reason == "packed sequences: cu_seqlens_q and cu_seqlens_k must be one tensor"
+
+
+def test_the_backward_pass_left_to_triton_is_triton_s(monkeypatch):
+    problem = problem_of(*tensors(d=256))
+    told = []
+    monkeypatch.setattr(hopper.triton, "backward", lambda *given: told.append(given))
+    given = (problem, object(), torch.ones(1), None, False)
+    hopper.backward(*given)
+    assert told == [given]
 
 
 @pytest.mark.parametrize("d", [8, 64, 96, 128, 192, 256])
@@ -314,6 +346,35 @@ def test_compiles(shape, options, registers, spilled):
     assert (found.registers, found.notes) == (registers, ())
     assert found.spilled <= spilled
     assert found.shared <= hopper._plan(problem).shared_bytes
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "spilled"),
+    [
+        ({"sq": 512, "sk": 512}, {}, 16),
+        ({"sq": 512, "sk": 512}, {"causal": True}, 80),
+        ({"sq": 500, "sk": 700, "dtype": torch.float16}, {"causal": True}, 160),
+        ({"sq": 512, "sk": 512, "d": 64}, {}, 0),
+        ({"sq": 200, "sk": 300, "d": 64}, {"causal": True, "window_size": (100, None)}, 0),
+        ({"sq": 512, "sk": 512, "d": 64}, {"causal": True, "softcap": 9.0}, 0),
+        ({"d": 96, "dv": 40}, {}, 24),
+        ({"sq": 300}, {"causal": True, **PACKED}, 160),
+        ({"sq": 300, "d": 64}, PACKED, 0),
+    ],
+)
+def test_the_backward_pass_compiles(shape, options, spilled):
+    q, k, v = tensors(**{"b": 4, **shape})
+    if "cu_seqlens_q" in options:
+        q, k, v = q[0], k[0], v[0]
+    problem = problem_of(q, k, v, **options)
+    assert not hopper._backward_unsupported(problem)
+    target = compiling.cuda_target(90)
+    *_, kernel, rows = compiling.compile_problem(problem, target, backend="hopper")
+    found = compiling.report(kernel, target)
+    assert (found.registers, found.notes) == (168, ())
+    assert found.spilled <= spilled
+    assert found.shared <= 227 * 1024
+    assert compiling.report(rows, target).spilled == 0
 
 
 @pytest.mark.parametrize("packed", [False, True])
