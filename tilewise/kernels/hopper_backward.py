@@ -52,10 +52,10 @@ from tilewise.kernels.hopper_pipeline import (
     wait_empty,
     wait_full,
 )
-from tilewise.kernels.hopper_walk import KeysWalk, work_of_keys
+from tilewise.kernels.hopper_walk import pairs_seen, work_of_keys
 from tilewise.kernels.score import NEG_INF, constexpr, logits, place, probabilities, tile_pointers
 
-__all__ = ["KeysWalk", "Tile", "backward_kernel", "constexpr", "rows_kernel"]
+__all__ = ["Tile", "backward_kernel", "constexpr", "rows_kernel"]
 
 # Each has so many keys of a tile.
 _GROUPS = gl.constexpr(2)
@@ -102,22 +102,19 @@ class Shared(NamedTuple):
 
 
 @gluon.jit
-def _work(spec, walk, tile):
+def _work(spec, offset, tile):
     BLOCK_K: gl.constexpr = _GROUPS * GROUP_ROWS
-    return work_of_keys(gl.program_id(0), walk, spec, tile.BLOCK_Q, BLOCK_K, tile.RAGGED)
+    return work_of_keys(gl.program_id(0), offset, spec, tile.BLOCK_Q, BLOCK_K, tile.RAGGED)
 
 
 # ------------------------------------------------------------------ the producer
 
 
 @gluon.jit
-def _produce(views, shared, spec, walk, tile):
-    work = _work(spec, walk, tile)
+def _produce(views, shared, spec, offset, tile):
+    work = _work(spec, offset, tile)
     at = work.at
-    # Nothing is read of tokens that belong to no sequence.
-    keys = Part(
-        at.number, at.start_k, at.sk if spec.packed is None else gl.where(at.real, at.sk, 0)
-    )
+    keys = Part(at.number, at.start_k, at.sk)
     queries = Part(at.number, at.start_q, at.sq)
     load_tile(views.k, keys, at.tile_start, work.kv_head, shared.k, 0)
     load_tile(views.v, keys, at.tile_start, work.kv_head, shared.v, 0)
@@ -141,12 +138,10 @@ def _produce(views, shared, spec, walk, tile):
 
 
 @gluon.jit
-def _consume(views, shared, dq, spec, walk, tile, GROUP: gl.constexpr):
+def _consume(views, shared, dq, spec, offset, tile, GROUP: gl.constexpr):
     BANDED: gl.constexpr = (spec.band.left is not None) or (spec.band.right is not None)
     EDGE: gl.constexpr = BANDED or tile.RAGGED
-    # Whether the last blocks of queries may be an edge.
-    TAIL: gl.constexpr = (spec.band.left is not None) or (spec.packed is not None)
-    work = _work(spec, walk, tile)
+    work = _work(spec, offset, tile)
     at = work.at
     LAYOUT: gl.constexpr = gl.SliceLayout(1, product_layout(tile.BLOCK_Q))
     keys = at.tile_start + GROUP * GROUP_ROWS + gl.arange(0, GROUP_ROWS, LAYOUT)
@@ -189,7 +184,7 @@ def _consume(views, shared, dq, spec, walk, tile, GROUP: gl.constexpr):
                 spec, tile, GROUP, False, False,
             )  # fmt: skip
             count += 1
-        if TAIL:
+        if spec.band.left is not None:
             for block in range(gl.maximum(i, work.full_last), work.last, tile.BLOCK_Q):
                 dk, dv, before = _step(
                     dk, dv, before, own_k, own_v, shared, count, block, first_tile, keys, at, head, dq,
@@ -269,7 +264,7 @@ def _step(
     capped = logits(s, at, head, high, along, None, spec)
     s = capped.s
     if EDGE:
-        seen = _seen(along, high, keys, at.sq - i - low, at, spec, tile)
+        seen = pairs_seen(along, high, keys, at, spec, tile.RAGGED)
         s = gl.where(seen, s, NEG_INF)
     p = probabilities(s, base[None, :], 0.0, spec)
     pairs = pack(p, dtype)
@@ -315,22 +310,6 @@ def _operand(own, dtype: gl.constexpr, tile):
 
 
 @gluon.jit
-def _seen(along, high, keys, rows, at, spec, tile):
-    """Which of the pairs are seen; `along`, `high` and `rows`, the keys, the queries and the end of the
-    sequence, are less a common number."""
-    seen = high >= 0
-    if spec.packed is not None:
-        seen = high < rows
-    if spec.band.right is not None:
-        seen = seen & (high >= along - (at.offset + spec.band.right))
-    if spec.band.left is not None:
-        seen = seen & (high <= along - (at.offset - spec.band.left))
-    if tile.RAGGED:
-        seen = seen & (keys < at.sk)[:, None]
-    return seen
-
-
-@gluon.jit
 def _product_of_queries(shared, count, tile, GROUP: gl.constexpr):
     """dS k, on its way, but for the half of the columns that is the other consumer's."""
     COLUMNS: gl.constexpr = tile.D // 2
@@ -351,9 +330,9 @@ def _add_queries(part, dq, number, tile, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def _backward_kernel(q, k, v, dout, base, delta, dk, dv, dq, spec, walk, tile):
+def _backward_kernel(q, k, v, dout, base, delta, dk, dv, dq, spec, offset, tile):
     """q, k, v, dout, dk, dv: descriptors of tiles; base, delta: of lines; dq: float32, as `as_rows` has it;
-    spec: Spec; walk: KeysWalk; tile: Tile. Grid: (tiles of keys · key heads · batch entries,)."""
+    spec: Spec; offset: of row 0's position; tile: Tile. Grid: (tiles of keys · key heads · batch entries,)."""
     dtype: gl.constexpr = q.dtype
     BLOCK_K: gl.constexpr = _GROUPS * GROUP_ROWS
     LINES: gl.constexpr = gl.NVMMASharedLayout(0, 32, 1)
@@ -372,9 +351,9 @@ def _backward_kernel(q, k, v, dout, base, delta, dk, dv, dq, spec, walk, tile):
     fence_async_shared()
     gl.warp_specialize(
         [
-            (_produce, (views, shared, spec, walk, tile)),
-            (_consume, (views, shared, dq, spec, walk, tile, 0)),
-            (_consume, (views, shared, dq, spec, walk, tile, 1)),
+            (_produce, (views, shared, spec, offset, tile)),
+            (_consume, (views, shared, dq, spec, offset, tile, 0)),
+            (_consume, (views, shared, dq, spec, offset, tile, 1)),
         ],
         [4, 4],
         [tile.REGISTERS, tile.REGISTERS],
@@ -389,8 +368,6 @@ backward_kernel = General(_backward_kernel)
 def rows_kernel(sums, dq, spec, D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr):
     """dq: Tokens, from the sums that backward_kernel left. Grid: (blocks of queries · heads · batch entries,)."""
     tiles = tl.cdiv(spec.sizes.sq, BLOCK_Q)
-    if spec.packed is not None:
-        tiles += spec.packed.count + 1
     program = tl.program_id(0)
     head = program // tiles % spec.sizes.heads
     at = place(program % tiles, program // tiles // spec.sizes.heads, spec, BLOCK_Q, False)
