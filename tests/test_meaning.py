@@ -1384,3 +1384,26 @@ def test_merge_of_any_leading_shape(shape):
     tensors = [t.requires_grad_() for t in given]
     assert torch.autograd.gradcheck(tilewise.merge, tensors, fast_mode=True)
     assert torch.autograd.gradgradcheck(tilewise.merge, tensors, fast_mode=True)
+
+
+@pytest.mark.parametrize("wanted", list(itertools.product((False, True), repeat=3)))
+def test_gradients_of_some_of_the_scores(attend, wanted, small_tiles):
+    """Those that nobody wants change nothing of the others."""
+    leaves = draw_qkv(2, 19, 35, (4, 2), 8)
+    scores = {"bias": draw(4, 19, 35), "alibi_slopes": draw(2, 4).abs(), "sinks": draw(4)}
+    dout = draw(2, 19, 4, 8, seed=5)
+
+    def run(which: tuple[bool, ...]) -> list[Any]:
+        given = {n: t.detach().requires_grad_() for n, t in leaves.items()}
+        given |= {
+            n: t.detach().requires_grad_(on)
+            for (n, t), on in zip(scores.items(), which, strict=True)
+        }
+        attend(**given, causal=True)[0].backward(dout)
+        return [t.grad for t in given.values()]
+
+    for got, want, is_wanted in zip(
+        run(wanted), run((True,) * 3), (*(True,) * 3, *wanted), strict=True
+    ):
+        assert (got is not None) == is_wanted
+        assert got is None or torch.allclose(got, want, rtol=1e-5, atol=1e-6)

@@ -524,3 +524,19 @@ def test_strides() -> None:
                 for given in (x, plain)
             )
         same(strided, dense)
+
+
+@pytest.mark.parametrize("wanted", [(), ("bias",), ("alibi_slopes",), ("sinks",)])
+def test_gradients_of_some_of_the_scores(wanted):
+    """Those that nobody wants are not computed, and change nothing of the others."""
+    leaves = draw_qkv(1, 40, 70, (2, 1), 16)
+    scores = {"bias": draw(2, 40, 1), "alibi_slopes": draw(2).abs(), "sinks": draw(2)}
+    problem = problem_of(**leaves, **scores, causal=True)
+    result, dout = backend.forward(problem), draw(1, 40, 2, 16, seed=5)
+    got = backend.backward(problem, result, dout, None, wanted)
+    want = backend.backward(problem, result, dout, None)
+    assert all(torch.equal(a, b) for a, b in zip(got[:3], want[:3], strict=True))
+    for name in scores:
+        a, b = (getattr(g.scores, name) for g in (got, want))
+        assert (a is not None) == (name in wanted)
+        assert a is None or torch.equal(a, b)

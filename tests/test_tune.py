@@ -148,8 +148,8 @@ def test_a_workbench_leaves_out_what_is_wrong(
         result = reference.forward(problem)
         return result._replace(lse=spoiled(result.lse, "forward"))
 
-    def backward(*arguments: Any, bias_grad: bool) -> Any:
-        g = reference.backward(*arguments, bias_grad)
+    def backward(*arguments: Any, wanted: Any) -> Any:
+        g = reference.backward(*arguments, wanted)
         assert (g.scores.bias is not None) == (operation == "bias")
         bias = g.scores.bias if g.scores.bias is None else spoiled(g.scores.bias, "bias")
         scores = g.scores._replace(bias=bias)

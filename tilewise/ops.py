@@ -81,7 +81,9 @@ def gradients(
 ) -> tuple[Tensor, ...]:
     """dq, dk and dv, differentiable."""
     arguments = _flatten(problem, backend)
-    return torch.ops.tilewise.backward(dout, dlse, *result, False, *arguments)[:3]
+    return torch.ops.tilewise.backward(
+        dout, dlse, *result, (False,) * len(SCORE_NAMES), *arguments
+    )[:3]
 
 
 def _score_tensors(problem: Problem) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -147,13 +149,14 @@ def _backward(
     out: Tensor,
     lse: Tensor,
     lse_low: Tensor,
-    bias_grad: bool,
+    wanted: Sequence[bool],
     *arguments: Any,
 ) -> tuple[Tensor, ...]:
     problem = _unflatten(arguments)
+    names = [name for name, is_wanted in zip(SCORE_NAMES, wanted, strict=True) if is_wanted]
     backward = dispatch.backward_of(arguments[-1]).backward
     with without_autocast(dout.device):
-        g = backward(problem, Result(out, lse, lse_low), dout, dlse, bias_grad)
+        g = backward(problem, Result(out, lse, lse_low), dout, dlse, names)
     scores = [getattr(g.scores, name) for name in SCORE_NAMES]
     return (g.q, g.k, g.v, *(problem.q.new_empty(0) if t is None else t for t in scores))
 
@@ -164,15 +167,16 @@ def _backward_fake(
     out: Tensor,
     lse: Tensor,
     lse_low: Tensor,
-    bias_grad: bool,
+    wanted: Sequence[bool],
     *arguments: Any,
 ) -> tuple[Tensor, ...]:
     q, k, v, *scores = arguments[:_DIFFERENTIABLE]
-    if not bias_grad:
-        scores[0] = None
     return (
         *(t.new_empty(t.shape) for t in (q, k, v)),
-        *(q.new_empty(0) if t is None else t.new_empty(t.shape) for t in scores),
+        *(
+            q.new_empty(0) if t is None or not is_wanted else t.new_empty(t.shape)
+            for t, is_wanted in zip(scores, wanted, strict=True)
+        ),
     )
 
 
@@ -196,7 +200,7 @@ def _forward_vjp(
         return (*(None,) * _DIFFERENTIABLE, *rest)
     if dout is None:
         dout = torch.zeros_like(out)
-    arguments = (dout, dlse, out, lse, lse_low, needed[3], *tensors, *ctx.options)
+    arguments = (dout, dlse, out, lse, lse_low, needed[3:], *tensors, *ctx.options)
     if numbers_only(dout, dlse, *tensors[:_DIFFERENTIABLE]):
         grads = _backward(*arguments)
     else:
@@ -213,13 +217,13 @@ def _forward_jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, Tensor, None]:
 
 
 def _backward_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    dout, dlse, _, _, _, bias_grad, *arguments = inputs
+    dout, dlse, _, _, _, wanted, *arguments = inputs
     tensors = (dout, dlse, *arguments[:_TENSORS])
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors)
     ctx.save_for_forward(*tensors)
     ctx.options = tuple(arguments[_TENSORS:])
-    ctx.bias_grad = bias_grad
+    ctx.wanted = (True, True, True, *wanted)  # of q, k and v, too
 
 
 def _saved_backward(ctx: Any) -> tuple[Problem, list[tuple[str, Tensor]]]:
@@ -264,12 +268,9 @@ def _backward_jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, ...]:
         problem, lambda program: program.vjp().jvp(), (*given, *seconds, *moves), names
     )
     by_name = dict(zip(names, results, strict=True))
-    bias_grad = ctx.bias_grad
     return tuple(
-        problem.q.new_empty(0)
-        if name not in by_name or (name == "bias" and not bias_grad)
-        else by_name[name].to(t.dtype)
-        for name, t in _operands(problem)
+        by_name[name].to(t.dtype) if name in by_name and is_wanted else problem.q.new_empty(0)
+        for (name, t), is_wanted in zip(_operands(problem), ctx.wanted, strict=True)
     )
 
 
@@ -369,7 +370,7 @@ def _fold(t: Tensor, dim: int | None, count: int, size: int) -> Tensor:
 _library = torch.library.Library("tilewise", "DEF")
 _library.define(f"forward({_ARGUMENTS}) -> (Tensor, Tensor, Tensor)")
 _library.define(
-    "backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor lse_low, bool bias_grad, "
+    "backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor lse_low, bool[] wanted, "
     f"{_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 _library.impl("forward", _forward, "CompositeExplicitAutograd")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
@@ -147,13 +148,16 @@ class Gradients(NamedTuple):
         )
 
 
-def zero_gradients(problem: Problem, bias: bool = True) -> Gradients:
-    """Zeros to add to; `bias` says whether the bias's gradient is wanted."""
+def zero_gradients(problem: Problem, wanted: Collection[str] = SCORE_NAMES) -> Gradients:
+    """Zeros to add to; `wanted` names the scores whose gradients are."""
     s = problem.scores
     dtype = accumulation_dtype(problem.q.dtype)
 
-    def zeros(t: Tensor | None) -> Tensor | None:
-        return None if t is None else torch.zeros(t.shape, dtype=dtype, device=t.device)
+    def zeros(name: str) -> Tensor | None:
+        t = getattr(s, name)
+        if t is None or name not in wanted:
+            return None
+        return torch.zeros(t.shape, dtype=dtype, device=t.device)
 
     return Gradients(
         problem.q.new_zeros(problem.q.shape),
@@ -161,8 +165,8 @@ def zero_gradients(problem: Problem, bias: bool = True) -> Gradients:
         problem.v.new_zeros(problem.v.shape),
         Scores(
             s.scale,
-            bias=zeros(s.bias) if bias else None,
-            alibi_slopes=zeros(s.alibi_slopes),
-            sinks=zeros(s.sinks),
+            bias=zeros("bias"),
+            alibi_slopes=zeros("alibi_slopes"),
+            sinks=zeros("sinks"),
         ),
     )

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from tilewise import api
 from tilewise.backends import reference
-from tilewise.results import accumulation_dtype
+from tilewise.results import SCORE_NAMES, accumulation_dtype
 from tilewise.spec import Problem
 
 # The names of what comes out, forward and backward.
@@ -322,7 +322,7 @@ def _by_formula(
     dout, of_lse = _cotangents(out.to(dtype), lse, seed)
     of_lse = of_lse.masked_fill(lse == float("-inf"), 0)
     dout, loss_of_lse = dout.to(out.dtype), of_lse if dlse else None
-    g = reference.backward(problem, result, dout, loss_of_lse, True, arithmetic, rounded)
+    g = reference.backward(problem, result, dout, loss_of_lse, SCORE_NAMES, arithmetic, rounded)
     grads = dict(
         zip(OPERANDS, (*g[:3], g.scores.bias, g.scores.alibi_slopes, g.scores.sinks), strict=True)
     )

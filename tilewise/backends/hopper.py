@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ from torch import Tensor
 from tilewise.backends import triton
 from tilewise.kernels import twins
 from tilewise.kernels.launch import current, launch
-from tilewise.results import Gradients, Result, nothing, result_shapes
+from tilewise.results import SCORE_NAMES, Gradients, Result, nothing, result_shapes
 from tilewise.spec import Problem, Scores
 from tilewise.tuning.config import Key, config_for, device_name, length_bucket, mask_kind
 
@@ -299,11 +300,11 @@ def backward(
     result: Result,
     dout: Tensor,
     dlse: Tensor | None,
-    bias_grad: bool = True,
+    wanted: Collection[str] = SCORE_NAMES,
 ) -> Gradients:
     """Gradients of q, k, v; and whatever the Triton backend gives, of what is left to it."""
     if _backward_unsupported(problem):
-        return triton.backward(problem, result, dout, dlse, bias_grad)
+        return triton.backward(problem, result, dout, dlse, wanted)
     from tilewise.kernels import hopper_backward as kernels
 
     if _unaligned("dout", dout):

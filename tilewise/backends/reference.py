@@ -6,7 +6,7 @@ lower precision, for the peer whose error is the tests' yardstick (see `testing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tilewise import dense
 from tilewise.results import (
+    SCORE_NAMES,
     Gradients,
     Result,
     accumulation_dtype,
@@ -55,12 +56,12 @@ def backward(
     result: Result,
     dout: Tensor,
     dlse: Tensor | None,
-    bias_grad: bool = True,
+    wanted: Collection[str] = SCORE_NAMES,
     dtype: torch.dtype = torch.float64,
     rounded: Callable[[Tensor], Tensor] = dense.exact,
 ) -> Gradients:
     """Gradients of what was given; `result` is computed anew, as befits a definition."""
-    grads = zero_gradients(problem, bias_grad)
+    grads = zero_gradients(problem, wanted)
     for sequence in sequences(problem):
         p = sequence.problem
         dense.backward_in_blocks(

@@ -16,6 +16,7 @@ are computed again by the exact formula of `dense.py`, a few rows at a time in f
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import torch
@@ -111,14 +112,14 @@ def backward(
     result: Result,
     dout: Tensor,
     dlse: Tensor | None,
-    bias_grad: bool = True,
+    wanted: Collection[str] = SCORE_NAMES,
 ) -> Gradients:
-    """Gradients of q, k, v and of the bias (if wanted), slopes and sinks that there are."""
+    """Gradients of q, k, v and of the bias, slopes and sinks that there are, of those if wanted."""
     if dlse is None and flash.serves(problem):
         gradients = flash.backward(problem, result, dout)
         if gradients is not None:
             return gradients
-    grads = zero_gradients(problem, bias_grad)
+    grads = zero_gradients(problem, wanted)
     for sequence in sequences(problem):
         whole, do, g = result.of(sequence), sequence.of_q(dout), grads.of(sequence)
         dm = None if dlse is None else sequence.of_lse(dlse)
@@ -324,7 +325,8 @@ def _backward_tiles(
     """The fast backward: key blocks outside, query blocks inside. Says whether its result is finite."""
     tiles = Tiles(part)
     dtype, scale = tiles.dtype, part.scores.scale
-    delta = _delta(tiles, result.out, dout)
+    sums_of_rows = sums.alibi_slopes is not None or sums.sinks is not None
+    delta = _delta(tiles, result.out, dout, sums_of_rows)
     if dlse is not None:
         delta = delta - tiles.lse_stack(dlse)
     shift, factor = _shift_and_factor(tiles, result)
@@ -391,15 +393,14 @@ def _shift_and_factor(tiles: Tiles, result: Result) -> tuple[Tensor, Tensor]:
     return shift, low.exp2_().to(tiles.dtype)
 
 
-def _delta(tiles: Tiles, out: Tensor, dout: Tensor) -> Tensor:
+def _delta(tiles: Tiles, out: Tensor, dout: Tensor, summed: bool) -> Tensor:
     """rowsum(dO ∘ O) beside each row, (N, rows, 1).
 
     The gradients of slopes and sinks are sums over all rows, in which O's rounding to a low precision
-    would show: for them O is computed once more.
+    would show: for them (`summed`) O is computed once more.
     """
     part = tiles.part
-    sums = part.scores.alibi_slopes is not None or part.scores.sinks is not None
-    anew = sums and out.dtype != tiles.dtype
+    anew = summed and out.dtype != tiles.dtype
     scratch = tiles.scratch() if anew else None
     k, v = tiles.key_stack(part.k), tiles.key_stack(part.v)
     deltas = []

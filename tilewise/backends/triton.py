@@ -22,6 +22,7 @@ import functools
 import importlib.util
 import math
 import os
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +30,14 @@ from torch import Tensor
 
 from tilewise.kernels import twins
 from tilewise.kernels.launch import launch
-from tilewise.results import Gradients, Result, accumulation_dtype, nothing, result_shapes
+from tilewise.results import (
+    SCORE_NAMES,
+    Gradients,
+    Result,
+    accumulation_dtype,
+    nothing,
+    result_shapes,
+)
 from tilewise.spec import Problem, Scores
 from tilewise.tuning.config import (
     Config,
@@ -157,9 +165,9 @@ def backward(
     result: Result,
     dout: Tensor,
     dlse: Tensor | None,
-    bias_grad: bool = True,
+    wanted: Collection[str] = SCORE_NAMES,
 ) -> Gradients:
-    """Gradients of q, k, v and of the bias (if wanted), slopes and sinks that there are."""
+    """Gradients of q, k, v and of the bias, slopes and sinks that there are, of those if wanted."""
     from tilewise.kernels import backward as kernels
     from tilewise.kernels.score import constexpr
 
@@ -171,13 +179,15 @@ def backward(
     stats = kernels.Stats(*map(twins.lines, (base, delta, low)))
     operands = (*map(twins.tokens, (q, k, v, dout)), stats)
 
-    bias = s.bias if bias_grad else None
+    bias, alibi_slopes, sinks = (
+        getattr(s, name) if name in wanted else None for name in SCORE_NAMES
+    )
     per_row = bias is not None and bias.shape[-1] == 1
     per_key = bias is not None and not per_row and bias.shape[-2] == 1
     sums = {
         "bias": torch.empty_like(lse) if per_row else None,
-        "slopes": None if s.alibi_slopes is None else torch.empty_like(lse),
-        "sinks": None if s.sinks is None else torch.empty_like(lse),
+        "slopes": None if alibi_slopes is None else torch.empty_like(lse),
+        "sinks": None if sinks is None else torch.empty_like(lse),
     }
     dpairs = None if bias is None else _gradient_of_pairs(problem, bias)
     if dq.numel():
@@ -207,7 +217,7 @@ def backward(
     dbias = dpairs
     if bias is not None and dpairs is None:
         dbias = _bias_gradient(problem, bias, operands, sums["bias"], key_sums)
-    slopes, sinks = sums["slopes"], sums["sinks"]
+    of_slopes, of_sinks = sums["slopes"], sums["sinks"]
     return Gradients(
         dq,
         dk,
@@ -215,8 +225,8 @@ def backward(
         Scores(
             s.scale,
             bias=dbias,
-            alibi_slopes=None if slopes is None else _slope_gradient(problem, slopes),
-            sinks=None if sinks is None else sinks.sum(-1).sum_to_size(sinks.shape[-2]),
+            alibi_slopes=None if of_slopes is None else _slope_gradient(problem, of_slopes),
+            sinks=None if of_sinks is None else of_sinks.sum(-1).sum_to_size(of_sinks.shape[-2]),
         ),
     ).finished(problem)
 

@@ -227,7 +227,9 @@ def outputs(key: Key, problem: Problem, result: Result | None, dout: Tensor) -> 
     if key.operation == "forward":
         return tuple(backend.forward(problem)[:2])
     assert result is not None
-    gradients = backend.backward(problem, result, dout, None, bias_grad=key.operation == "bias")
+    gradients = backend.backward(
+        problem, result, dout, None, wanted=("bias",) * (key.operation == "bias")
+    )
     if key.operation == "queries":
         return (gradients.q,)
     if key.operation == "keys":
