@@ -28,7 +28,7 @@ from tilewise.cli.gpu_report import environment
 
 PATIENCE = 120.0
 UNUSABLE = 3  # how a process ends that cannot go on
-_ROW = "ROW "
+_ROW, _SAID = "ROW ", "SAID "
 
 
 class Check(NamedTuple):
@@ -68,7 +68,7 @@ def run_part(part: str, checks: Iterator[Check], skip: int = 0) -> None:
         started = time.monotonic()
         result = note = ""
         try:
-            with _watched(check):
+            with watched(check.name, check.patience):
                 note = check.run()
                 if torch.cuda.is_initialized():
                     torch.cuda.synchronize()
@@ -85,15 +85,20 @@ def run_part(part: str, checks: Iterator[Check], skip: int = 0) -> None:
             os._exit(UNUSABLE)
 
 
+def say(text: str) -> None:
+    """Prints a line for the eyes of whoever started the script, not for the log alone."""
+    print(_SAID + text, flush=True)
+
+
 @contextmanager
-def _watched(check: Check) -> Iterator[None]:
+def watched(name: str, patience: float = PATIENCE) -> Iterator[None]:
     """Ends the process when the block takes too long: a kernel that hangs cannot be interrupted."""
 
     def give_up() -> None:
-        print(f"{check.name}: longer than {check.patience:.0f} s", flush=True)
+        say(f"{name}: longer than {patience:.0f} s")
         os._exit(UNUSABLE)
 
-    timer = threading.Timer(check.patience, give_up)
+    timer = threading.Timer(patience, give_up)
     timer.daemon = True
     timer.start()
     try:
@@ -109,8 +114,9 @@ class Run:
     """Parts of a script that run one after the other or side by side; what they print goes to a log, a
     row of each check to a CSV file."""
 
-    def __init__(self, script: str, name: str, folder: Path) -> None:
-        self._script = script
+    def __init__(self, script: str, name: str, folder: Path, options: Sequence[str] = ()) -> None:
+        """`options` are handed on to the processes of parts."""
+        self._command = [sys.executable, script, *options]
         self._csv = folder / f"{name}.csv"
         self._csv.unlink(missing_ok=True)
         self._log: TextIO = (folder / f"{name}.log").open("w")
@@ -151,7 +157,7 @@ class Run:
 
     def _process(self, part: str, skip: int, deadline: float) -> tuple[Row | None, int]:
         """The last row that the process of a part printed, and how it ended."""
-        command = [sys.executable, self._script, "--inside", part, "--skip", str(skip)]
+        command = [*self._command, "--inside", part, "--skip", str(skip)]
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
@@ -163,7 +169,9 @@ class Run:
             with self._lock:
                 self._log.write(f"[{part}] {line}")
                 self._log.flush()
-            if line.startswith(_ROW):
+            if line.startswith(_SAID):
+                self._say(line.removeprefix(_SAID).rstrip())
+            elif line.startswith(_ROW):
                 last = Row(*json.loads(line.removeprefix(_ROW)))
                 if last.result != "begun":
                     self._add(last)

@@ -2,12 +2,12 @@
 
     python benchmarks/hopper_check.py [--parts compile,plain,gradients,odd,speed,backward,…] [--out FOLDER]
 
-Every part runs in a process of its own, so that one that fails or hangs does not take the others along; a
-case that takes longer than a minute ends its part. `compile` fills Triton's cache by all processors with
-what the parts beside it need, and needs no GPU. FlashAttention-3 is timed where the folder peers-fa3 holds
-it (fa3.so.xz, libcudart.so.12). The whole log goes to hopper_check.log in the folder (default: $OUT or the
-current one), rows of speed to hopper_speed.json and hopper_backward.json; a summary is printed at the end.
-`variants` times other plans than the chosen ones.
+Parts run in processes of their own (checking.py): first `compile`, which fills Triton's cache by all
+processors with what the parts beside it need, and needs no GPU; then the checks side by side; then what is
+timed, one after the other. FlashAttention-3 is timed where the folder peers-fa3 holds it (fa3.so.xz,
+libcudart.so.12). The log and a row of each check go to hopper-check.log and .csv in the folder (default: $OUT
+or the current one), speeds to hopper_speed.json and hopper_backward.json; speeds and what is wrong are
+printed. `variants` times other plans than the chosen ones.
 
 `sanitize` has one small case of each kind of kernel, to be run by itself:
 
@@ -26,11 +26,8 @@ import math
 import multiprocessing
 import os
 import shutil
-import subprocess
 import sys
-import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,7 +37,7 @@ from unittest import mock
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
-from checking import Check, bits, short
+from checking import PATIENCE, Check, Run, bits, run_part, say, short, watched
 from torch import Tensor
 
 import tilewise
@@ -51,13 +48,16 @@ from tilewise.kernels import twins
 from tilewise.results import accumulation_dtype
 from tilewise.spec import Problem
 from tilewise.testing import CASES, Call, Case, Maker, make_call
+from tilewise.tuning import timing
 from tilewise.tuning.search import poisoned
 from tilewise.tuning.workers import start_worker
 
-CHECKS = ("plain", "features", "shapes", "packed", "gradients", "probes", "odd")
-PARTS = ("compile", *CHECKS, "sanitize", "speed", "backward", "variants", "launch")
+CHECKS = ("plain", "features", "shapes", "packed", "gradients", "probes", "odd", "sanitize")
+# Of the checks together, and of what is timed.
+MOST_SECONDS = 600.0
+# A case of `sanitize` may run in compute-sanitizer.
+SANITIZED_PATIENCE = 1200.0
 HALF = (torch.bfloat16, torch.float16)
-PATIENCE = 60.0
 # Few long sequences and many short ones, as in tilewise bench.
 PACKED_LENGTHS = USUAL.packed
 
@@ -276,7 +276,8 @@ def checks(part: str) -> Iterator[Check]:
             run_it = lambda c=case, t=dtype: judged(make_call(c, t, "cuda"), t)  # noqa: E731
             if part == "gradients":
                 run_it = lambda c=case, t=dtype: gradients_judged(c, t)  # noqa: E731
-            yield Check(f"{case}, {short(dtype)}", run_it)
+            patience = SANITIZED_PATIENCE if part == "sanitize" else PATIENCE
+            yield Check(f"{case}, {short(dtype)}", run_it, patience)
 
 
 # ------------------------------------------------------------------ judging
@@ -551,7 +552,7 @@ def large_logits() -> str:
 
 
 def gradients() -> str:
-    case = dense("gradients", causal, sq=200, sk=300)
+    case = dense("gradients", causal, sq=200, sk=300, head_dim=256)
     wrong = [str(v) for v in testing.verify(case, "hopper", torch.bfloat16, "cuda") if not v.passed]
     return "; ".join(wrong)
 
@@ -629,15 +630,15 @@ def compile_all(parts: list[str]) -> None:
                 distinct[what_it_takes(problem)] = (problem, variant, False)
     for problem in gradients_needed(parts):
         distinct[what_gradients_take(problem)] = (problem, Variant(), True)
-    log(f"SUMMARY compiling {len(distinct)} kernels, those of {', '.join(parts)}")
+    say(f"compiling {len(distinct)} kernels, those of {', '.join(parts)}")
     started = time.monotonic()
     # Inherited: two tensors that are one would arrive as two.
     _jobs[:] = distinct.values()
     with multiprocessing.get_context("fork").Pool(os.cpu_count(), start_worker) as pool:
         for line in pool.imap_unordered(compile_one, range(len(_jobs))):
             if line:
-                log(line)
-    log(f"compiled in {time.monotonic() - started:.0f} s")
+                say(line)
+    say(f"compiled in {time.monotonic() - started:.0f} s")
 
 
 def what_is_needed(parts: list[str]) -> Iterator[tuple[Problem, Variant]]:
@@ -722,17 +723,10 @@ def cells() -> Iterator[tuple[int, int, bool]]:
 
 
 def graphed(f: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        f(), f()
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = f()
-    torch.cuda.synchronize()
-    return graph.replay, out
+    """A replay of what a function launches, and where it leaves its result."""
+    result: list[Any] = []
+    replay = timing.graphed(lambda: result.__setitem__(slice(None), [f()]))
+    return replay, result[0]
 
 
 def milliseconds(f: Callable[[], Any]) -> float:
@@ -748,7 +742,7 @@ def flash_attention_3() -> Any:
         None,
     )
     if folder is None:
-        log("no peers-fa3: FlashAttention-3 is not timed")
+        say("no peers-fa3: FlashAttention-3 is not timed")
         return None
     library = Path("/tmp/fa3.so")
     if not library.exists():
@@ -859,7 +853,7 @@ def told(d: int, s: int, flag: bool, rate: dict[str, float], off: float) -> dict
         for name, value in rate.items()
         if name != "tilewise"
     }
-    log(f"{row} difference {off:.1e}" + (" WRONG" if off > 5e-3 else ""))
+    say(f"{row} difference {off:.1e}" + (" WRONG" if off > 5e-3 else ""))
     return row
 
 
@@ -868,9 +862,9 @@ def summarized(rows: list[dict[str, Any]]) -> None:
         ratios = [row[name] for row in rows if name in row]
         if ratios:
             mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
-            log(f"SUMMARY geometric mean {name}: {mean:.3f} of {len(ratios)}")
+            say(f"geometric mean {name}: {mean:.3f} of {len(ratios)}")
     a = normal(8192, 8192)
-    log(f"SUMMARY matmul 8192³: {2 * 8192**3 / milliseconds(lambda: a @ a) * 1e-9:.0f}")
+    say(f"matmul 8192³: {2 * 8192**3 / milliseconds(lambda: a @ a) * 1e-9:.0f}")
 
 
 class Cell(NamedTuple):
@@ -1021,15 +1015,15 @@ def prototypes() -> Any:
     return gfwd2
 
 
-def variants() -> None:
+def variants(_: Path) -> None:
     """Other plans than the chosen one, by teraflops a second and ratio to FlashAttention-3."""
     fa3, other = flash_attention_3(), prototypes()
     for cell in variant_cells():
         try:
-            with watched(f"variants of {cell.name}", 2 * PATIENCE):
+            with watched(f"variants of {cell.name}", PATIENCE):
                 vary(cell, fa3, other)
         except Exception as error:
-            log(f"WRONG variants of {cell.name}: {error!r:.600}")
+            say(f"WRONG variants of {cell.name}: {error!r:.600}")
 
 
 def vary(cell: Cell, fa3: Any, other: Any) -> None:
@@ -1052,14 +1046,14 @@ def vary(cell: Cell, fa3: Any, other: Any) -> None:
             if hopper._plan(problem).shared_bytes <= hopper._SHARED_BYTES:
                 graphs[name] = graphed(lambda: hopper.forward(problem).out)
     found = rates({name: replay for name, (replay, _) in graphs.items()}, cell.flops)
-    log(f"D{cell.d} variants of {cell.name}:")
+    say(f"D{cell.d} variants of {cell.name}:")
     for name, rate in found.items():
         off = distance(graphs[name][1], graphs["chosen"][1])
         beside = f"{rate / found['fa3']:.3f}" if "fa3" in found else ""
-        log(f"D   {name:20} {rate:5.0f} {beside}{'' if off < 5e-3 else f' WRONG {off:.1e}'}")
+        say(f"D   {name:20} {rate:5.0f} {beside}{'' if off < 5e-3 else f' WRONG {off:.1e}'}")
 
 
-def launch_cost() -> None:
+def launch_cost(_: Path) -> None:
     """Microseconds of the host per call, small inputs."""
     q, k, v = (normal(1, 128, 2, 128) for _ in range(3))
     calls = {
@@ -1075,110 +1069,50 @@ def launch_cost() -> None:
             for _ in range(100):
                 call()
             times.append((time.perf_counter() - started) / 100 * 1e6)
-        log(f"SUMMARY launch {name}: {sorted(times)[10]:.1f} µs")
+        say(f"launch {name}: {sorted(times)[10]:.1f} µs")
 
 
 # ------------------------------------------------------------------ running
-
-
-def log(text: str) -> None:
-    print(text, flush=True)
-
-
-@contextmanager
-def watched(name: str, patience: float = PATIENCE) -> Iterator[None]:
-    """Ends the process when the block takes too long: a kernel that hangs cannot be interrupted."""
-
-    def give_up() -> None:
-        log(f"HUNG {name}")
-        os._exit(3)
-
-    timer = threading.Timer(patience, give_up)
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
-def check(part: str) -> None:
-    torch.manual_seed(0)
-    count = wrong = 0
-    for item in checks(part):
-        log(f"{part}: {item.name} …")
-        count += 1
-        try:
-            with watched(item.name, 20 * PATIENCE if part == "sanitize" else PATIENCE):
-                found = item.run()
-                torch.cuda.synchronize()
-        except Exception as error:
-            found = f"{error!r:.600}"
-            log(traceback.format_exc(limit=-3))
-            if "CUDA error" in found:  # nothing works after it
-                log(f"WRONG {part}: {item.name}: {found}")
-                break
-        if found:
-            wrong += 1
-            log(f"WRONG {part}: {item.name}: {found}")
-    log(f"SUMMARY {part}: {count} checks, {wrong} wrong")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--parts", default=",".join(("compile", *CHECKS, "speed", "launch")), help=f"of {PARTS}"
-    )
+    timed: dict[str, Callable[[Path], None]] = {
+        "speed": speed,
+        "backward": backward_speed,
+        "variants": variants,
+        "launch": launch_cost,
+    }
+    known = ("compile", *CHECKS, *timed)
+    usual = [part for part in known if part not in ("sanitize", "variants")]
+    parser.add_argument("--parts", default=",".join(usual), help=f"of {', '.join(known)}")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")))
     parser.add_argument("--inside", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    parts = arguments.parts.split(",")
-    if arguments.inside:
-        part = arguments.inside
-        actions: dict[str, Callable[[], None]] = {
-            "compile": lambda: compile_all(parts),
-            "speed": lambda: speed(arguments.out),
-            "backward": lambda: backward_speed(arguments.out),
-            "variants": variants,
-            "launch": launch_cost,
-        }
-        actions.get(part, lambda: check(part))()
-        return
-    lines = []
-    with (arguments.out / "hopper_check.log").open("w") as whole:
-        for part in parts:
-            started = time.monotonic()
-            command = [
-                sys.executable,
-                __file__,
-                "--parts",
-                arguments.parts,
-                "--out",
-                str(arguments.out),
-                "--inside",
-                part,
-            ]
-            process = subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-            )
-            assert process.stdout is not None
-            for line in process.stdout:
-                whole.write(line)
-                whole.flush()
-                if line.startswith(
-                    ("WRONG", "HUNG", "SUMMARY", "NOT COMPILED", "Report", "{'D'", "D", "Traceback")
-                ):
-                    print(line, end="", flush=True)
-                    lines.append(line)
-            code = process.wait()
-            note = f"{part}: {time.monotonic() - started:.0f} s" + (
-                f", exit {code}" if code else ""
-            )
-            print(note, flush=True)
-            lines.append(note + "\n")
-    kept = [line for line in lines if not line.startswith(("{'D'", "D"))]
-    print("\n---- summary\n" + "".join(kept)[-6000:])
+    parser.add_argument("--skip", type=int, default=0, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    parts = given.parts.split(",")
+    if unknown := set(parts) - set(known):
+        parser.error(f"--parts must be of {', '.join(known)}, got {', '.join(sorted(unknown))}")
+    if given.inside in CHECKS:
+        run_part(given.inside, checks(given.inside), given.skip)
+    elif given.inside is not None:
+        # What failed once is not begun again.
+        if given.skip == 0 and given.inside == "compile":
+            compile_all(parts)
+        elif given.skip == 0:
+            timed[given.inside](given.out)
+    else:
+        run = Run(
+            __file__, "hopper-check", given.out, ("--parts", given.parts, "--out", str(given.out))
+        )
+        run.together([part for part in parts if part == "compile"], MOST_SECONDS)
+        run.together([part for part in parts if part in CHECKS], MOST_SECONDS)
+        for part in timed:
+            run.together([part] if part in parts else [], MOST_SECONDS)
+        print(run.summary())
+        sys.exit(run.failed())
 
 
 if __name__ == "__main__":
