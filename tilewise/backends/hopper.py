@@ -341,7 +341,8 @@ def backward(
     options = {"num_warps": 4, "maxnreg": maxnreg}
     launch(kernels.backward_kernel, programs, q.device, *views, sums, spec, offset, tile, **options)
     place = twins.tokens(dq[:, rows])
-    launch(kernels.rows_kernel, tiles, q.device, sums, place, spec, q.shape[3], plan[0], plan.d)
+    sides = (q.shape[3], plan.block_q, plan.d)
+    launch(kernels.rows_kernel, tiles, q.device, sums, place, spec, *sides)
     return Gradients(dq, dk, dv, Scores(problem.scores.scale))
 
 
