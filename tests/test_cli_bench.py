@@ -114,3 +114,14 @@ def test_bad_options(options: tuple[str, ...]) -> None:
     code, output = run(*options)
     assert code == 2
     assert options[1] in output
+
+
+@pytest.mark.parametrize("command", ["cpu", "gpu", "train"])
+def test_a_file_without_a_folder_is_noticed_before_anything_is_measured(
+    command: str, tmp_path: Path
+) -> None:
+    missing = tmp_path / "missing"
+    given = ["bench", command, "--quick", "--csv", str(missing / "x.csv")]
+    result = CliRunner(env={"COLUMNS": "300"}).invoke(app, given)
+    assert result.exit_code == 2
+    assert f"there is no folder {missing}" in result.output

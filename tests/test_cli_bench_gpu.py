@@ -313,7 +313,7 @@ def test_a_case_is_run() -> None:
 
 
 def test_a_backend_without_a_backward_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiled, "BACKWARD", "reference", raising=False)
+    monkeypatch.setattr(tiled, "gradients_left_to", lambda problem: "reference", raising=False)
     forward, backward, both = run(case("dense"))
     assert list(forward.ours) == list(both.ours) == ["tiled"]
     assert backward.ours == {}
@@ -507,7 +507,7 @@ def test_what_workers_do(monkeypatch: pytest.MonkeyPatch) -> None:
     bench_gpu.make_calls(CASES[0], "tiled", ("both",), CPU)
     bench_gpu.make_calls(CASES[0], "triton", ("both",), CPU)  # does not serve a CPU
     assert ran == ["call", "call", "tiled", "call"]
-    monkeypatch.setattr(tiled, "BACKWARD", "reference", raising=False)
+    monkeypatch.setattr(tiled, "gradients_left_to", lambda problem: "reference", raising=False)
     bench_gpu.make_calls(CASES[0], "tiled", ("backward",), CPU)  # is not its own
     assert ran[4:] == ["tiled"]
 

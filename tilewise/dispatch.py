@@ -48,9 +48,11 @@ def backend(name: str) -> ModuleType:
     return BACKENDS[name]
 
 
-def backward_of(name: str) -> ModuleType:
-    """The backend whose backward pass continues the forward pass of one: it may name another."""
-    return BACKENDS[getattr(BACKENDS[name], "BACKWARD", name)]
+def gradients_by(name: str, problem: Problem) -> str:
+    """The backend whose kernels give the gradients of a problem that one serves: it may leave them to
+    another."""
+    left_to = getattr(BACKENDS[name], "gradients_left_to", None)
+    return name if left_to is None else left_to(problem) or name
 
 
 def explain(problem: Problem, requested: str | None = None) -> Choice:

@@ -154,7 +154,7 @@ def _backward(
 ) -> tuple[Tensor, ...]:
     problem = _unflatten(arguments)
     names = [name for name, is_wanted in zip(SCORE_NAMES, wanted, strict=True) if is_wanted]
-    backward = dispatch.backward_of(arguments[-1]).backward
+    backward = dispatch.backend(arguments[-1]).backward
     with without_autocast(dout.device):
         g = backward(problem, Result(out, lse, lse_low), dout, dlse, names)
     scores = [getattr(g.scores, name) for name in SCORE_NAMES]

@@ -65,7 +65,7 @@ class Settled:
 
     def _backward(self, *tensors: Tensor) -> Sequence[Tensor]:
         q, k, v, out, lse, lse_low, dout, *dlse = tensors
-        result, backward = Result(out, lse, lse_low), dispatch.backward_of(self.backend).backward
+        result, backward = Result(out, lse, lse_low), dispatch.backend(self.backend).backward
         with without_autocast(q.device):
             g = backward(self.problem(q, k, v), result, dout, dlse[0] if dlse else None)
         return g.q, g.k, g.v

@@ -346,6 +346,11 @@ def backward(
     return Gradients(dq, dk, dv, Scores(problem.scores.scale))
 
 
+def gradients_left_to(problem: Problem) -> str | None:
+    """The backend that the gradients of a call are left to, if they are."""
+    return "triton" if _backward_unsupported(problem) else None
+
+
 def _backward_unsupported(problem: Problem) -> list[str]:
     """Why the gradients are left to the Triton backend."""
     s = problem.scores

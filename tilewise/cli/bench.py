@@ -27,9 +27,20 @@ MAX_COLUMNS = 100
 
 bench = typer.Typer(help="Measure speed and memory against PyTorch.")
 
+
+def _in_a_folder(file: Path | None) -> Path | None:
+    """Looked at before anything is measured."""
+    if file is not None and not file.absolute().parent.is_dir():
+        raise typer.BadParameter(f"there is no folder {file.absolute().parent}")
+    return file
+
+
 # Options that more than one command has.
 CsvFile = Annotated[
-    Path | None, typer.Option("--csv", dir_okay=False, help="Also append rows to this file.")
+    Path | None,
+    typer.Option(
+        "--csv", dir_okay=False, callback=_in_a_folder, help="Also append rows to this file."
+    ),
 ]
 PlotFolder = Annotated[
     Path | None, typer.Option(file_okay=False, help="Also write plots into this folder.")
@@ -170,7 +181,10 @@ def train(
     if quick:
         sizes, device = bench_train.QUICK, torch.device(measure.device_here())
     else:
-        sizes, device = bench_train.USUAL, _gpu("without --quick tilewise bench train")
+        sizes, device = (
+            bench_train.USUAL,
+            _gpu("tilewise bench train", "; with --quick it runs on a CPU too"),
+        )
     command = " ".join(["tilewise bench train", *["--quick"] * quick])
     report = train_report.Report(sizes, device, command, csv_file)
     try:
@@ -187,19 +201,18 @@ def _check_plot(folder: Path | None) -> None:
         raise ValueError("--plot needs the package matplotlib")
 
 
-def _gpu(command: str) -> "torch.device":
+def _gpu(command: str, instead: str = "") -> "torch.device":
     import torch
 
     if torch.version.cuda is None or not torch.cuda.is_available():
-        raise ValueError(f"{command} needs an NVIDIA GPU and PyTorch for CUDA")
+        raise ValueError(f"{command} needs an NVIDIA GPU and PyTorch for CUDA{instead}")
     return torch.device("cuda", torch.cuda.current_device())
 
 
 def tables() -> Console:
-    """Where results are shown: on stdout, no wider than is read well."""
-    console = Console(highlight=False, markup=False)
-    console.width = min(console.width, MAX_COLUMNS) if console.is_terminal else MAX_COLUMNS
-    return console
+    """Where results are shown: on stdout, no wider than is read well. On a narrower terminal lines wrap:
+    figures must not be cut."""
+    return Console(width=MAX_COLUMNS, highlight=False, markup=False)
 
 
 def progress_lines() -> Callable[[str], None]:
@@ -277,7 +290,7 @@ def append_csv(path: Path, row: dict[str, str]) -> None:
         if columns is None:
             writer.writeheader()
         elif columns != list(row):
-            raise ValueError(f"{path} has the columns {columns}; the row to add has {list(row)}")
+            raise ValueError(f"{path} holds rows with other columns: another file is needed")
         writer.writerow(row)
 
 

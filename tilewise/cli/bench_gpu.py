@@ -22,7 +22,7 @@ from tilewise import dense, spec
 from tilewise.cli.bench_cpu import BACKWARD, FORWARD, pass_of
 from tilewise.cli.gpu_cases import EAGER, Case, Inputs, random_inputs
 from tilewise.cli.gpu_sides import PEERS, PLAIN, Make, Side, missing_peers, ours, reason, serving
-from tilewise.dispatch import BACKENDS, backward_of
+from tilewise.dispatch import BACKENDS, gradients_by
 from tilewise.results import zero_gradients
 from tilewise.tuning.timing import graphed, host_medians, medians
 from tilewise.tuning.workers import start_worker
@@ -141,14 +141,16 @@ def run(
             yield Outcome(case, when, {"tilewise": Timing(reason=reason(error))}, {})
         return
     for when in passes:
-        ran = [name for name in names if has(name, when)]
+        ran = [name for name in names if has(name, when, case, inputs)]
         timings = timed(case, inputs, samples, {n: sides[n] for n in (*ran, *peers)}, when)
         yield Outcome(case, when, *({n: timings[n] for n in group} for group in (ran, peers)))
 
 
-def has(name: str, when: str) -> bool:
-    """Whether a side has a pass of its own: a backend may hand its backward pass to another."""
-    return when != BACKWARD or name not in BACKENDS or backward_of(name) is BACKENDS[name]
+def has(name: str, when: str, case: Case, inputs: Inputs) -> bool:
+    """Whether a side has a pass of its own: a backend may leave the gradients of a case to another."""
+    if when != BACKWARD or name not in BACKENDS:
+        return True
+    return gradients_by(name, inputs.problem(case)) == name
 
 
 def attempt(make: Make, case: Case, inputs: Inputs) -> Side | Timing:
@@ -365,7 +367,7 @@ def make_calls(case: Case, name: str, passes: Sequence[str], device: torch.devic
         return
     side = (PEERS[name] if name in PEERS else ours(name))(case, inputs)
     for when in passes:
-        if has(name, when):
+        if has(name, when, case, inputs):
             with side.within():
                 call_of(side, inputs, when)()
     torch.cuda.synchronize()

@@ -76,8 +76,7 @@ def compile_problem(
     with compiling_for(target) as kernels:
         result = dispatch.backend(backend).forward(problem)
         if backward:
-            passes = dispatch.backward_of(backend)
-            passes.backward(problem, result, torch.empty_like(result.out), None)
+            dispatch.backend(backend).backward(problem, result, torch.empty_like(result.out), None)
     return kernels
 
 
