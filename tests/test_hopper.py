@@ -285,6 +285,27 @@ def test_a_tensor_that_starts_anywhere_is_moved():
     )
 
 
+@pytest.mark.parametrize(
+    "t",
+    [
+        torch.randn(2, 30, 1, 64).bfloat16().expand(2, 30, 4, 64),
+        torch.randn(1, 30, 4, 64).bfloat16().expand(2, 30, 4, 64),
+        torch.randn(2, 30, 64, 4).bfloat16().transpose(2, 3),
+        torch.randn(2, 30, 4, 68).bfloat16()[..., :60],
+        torch.randn(2, 1, 4, 60).bfloat16(),
+        torch.randn(1, 1, 1, 16).bfloat16()[..., ::2],
+    ],
+)
+def test_a_tensor_that_lies_anyhow_is_moved(t):
+    """As transforms of torch.func and hooks of saved tensors may lay it out after `unsupported` was asked."""
+    assert hopper._unaligned("t", t)
+    view = hopper._view(t, 64, 1, 64)
+    as_seen = view.base.as_strided(view.shape, view.strides, view.base.storage_offset())
+    assert torch.equal(as_seen, t)
+    assert not hopper._unaligned("t", view.base)
+    assert torch.equal(hopper._clipped(t[0], 64, 1, 64).base, t[0])
+
+
 @pytest.mark.parametrize("keys", [16, 8])
 def test_walk(keys):
     """Each tile once, every key that is seen in a block, no mask only where all is seen. Blocks as long as a

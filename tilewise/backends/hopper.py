@@ -147,7 +147,7 @@ def _unaligned(name: str, t: Tensor) -> list[str]:
             f"{name} must have strides that are positive multiples of {_ALIGNMENT} bytes, "
             f"{_ALIGNMENT // size} elements, got {tuple(t.stride())}"
         )
-    # What is compiled has no memory yet: `_view` looks again.
+    # What is compiled has no memory yet: `_readable` looks again.
     if not torch.compiler.is_compiling() and t.storage_offset() * size % _ALIGNMENT:
         reasons.append(
             f"{name} must start at a multiple of {_ALIGNMENT} bytes, got {t.storage_offset() * size} "
@@ -307,8 +307,6 @@ def backward(
         return triton.backward(problem, result, dout, dlse, wanted)
     from tilewise.kernels import hopper_backward as kernels
 
-    if _unaligned("dout", dout):
-        dout = dout.contiguous()
     plan = _backward_plan(problem)
     rows, keys, spec, offset = _seen_part(problem)
     q, k, v = (t[:, part] for t, part in zip(problem[:3], (rows, keys, keys), strict=True))
@@ -450,7 +448,7 @@ def _seen_values(problem: Problem) -> Tensor:
 
 def _view(t: Tensor, rows: int, heads: int, columns: int) -> Any:
     """How the TMA engine sees (B, S, H, D): in tiles of rows of so many heads, and columns."""
-    t = _aligned(t)
+    t = _readable(t)
     # The stride of a dimension of size 1 may be anything, and means nothing.
     strides = [step if n > 1 else 8 for step, n in zip(t.stride()[:-1], t.shape[:-1], strict=True)]
     return _descriptor(t, list(t.shape), [*strides, 1], [1, rows, heads, columns])
@@ -461,7 +459,7 @@ def _clipped(t: Tensor, rows: int, heads: int, columns: int) -> Any:
     bytes at the coordinates (END, start + length, END − length + row), which is row start + row. The
     hardware's check of the third, END long, then ends at the sequence's last row.
     """
-    t = _aligned(t)
+    t = _readable(t)
     (total, all_heads, width), row = t.shape, t.stride(0) if t.shape[0] > 1 else 8
     assert total <= _LARGEST_COUNT
     far = 2**31 - 2**16
@@ -470,11 +468,13 @@ def _clipped(t: Tensor, rows: int, heads: int, columns: int) -> Any:
     return _descriptor(t, shape, strides, [1, 1, rows, heads, columns])
 
 
-def _aligned(t: Tensor) -> Tensor:
-    if t.data_ptr() % _ALIGNMENT == 0:
+def _readable(t: Tensor) -> Tensor:
+    """t, or a copy of it that the TMA engine can read. What `unsupported` was asked about may have had no
+    memory yet, and transforms and hooks of saved tensors lay it out anew."""
+    if t.data_ptr() % _ALIGNMENT == 0 and not _unaligned("", t):
         return t
-    # Known only now where `unsupported` was asked about a tensor without memory.
-    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).copy_(t)
+    width, step = t.shape[-1], _ALIGNMENT // t.element_size()
+    return t.new_empty((*t.shape[:-1], -(-width // step) * step))[..., :width].copy_(t)
 
 
 def _descriptor(t: Tensor, shape: list[int], strides: list[int], block: list[int]) -> Any:

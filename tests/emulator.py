@@ -1,0 +1,539 @@
+"""Runs the Hopper backward kernel on a CPU: its own code, warpgroups as threads, memory as tensors.
+
+Gluon has no interpreter. Here its functions are what they say in PyTorch, in float64: a kernel's Python runs
+as it stands, its warpgroups in an order drawn at random wherever they wait for each other. Copies of the TMA
+engine land when the dice say so, into memory that holds NaN until then; a product reads its operands when it
+is issued and again when it is waited for, and they have to be the same. So a barrier that is passed too early
+or never, a buffer that is overwritten while it is read, and a pair that is masked wrongly all show.
+
+What it does not know: layouts, registers, the order in which threads of one warpgroup see memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+import triton.language as tl
+from torch import Tensor
+from triton.runtime.jit import JITFunction
+
+from tilewise.backends import hopper
+from tilewise.backends import triton as triton_backend
+from tilewise.kernels import hopper_backward
+from tilewise.results import Gradients, Result
+from tilewise.spec import Problem
+
+F64 = torch.float64
+NAN = float("nan")
+
+
+class Deadlock(AssertionError):
+    pass
+
+
+class Stopped(BaseException):
+    """Ends a warpgroup when another one has failed."""
+
+
+# ------------------------------------------------------------------ warpgroups
+
+
+class Program:
+    """The warpgroups of a program, of which one runs at a time, and the copies that are on their way."""
+
+    def __init__(self, number: int, dice: random.Random) -> None:
+        self.number, self.dice = number, dice
+        self.copies: list[Callable[[], None]] = []
+        self.turns: dict[int, Turn] = {}
+        self._runs = threading.Semaphore(0)
+        self._groups: list[Group] = []
+        self.failure: BaseException | None = None
+
+    def run(self, jobs: Sequence[tuple[Callable[..., None], tuple[Any, ...]]]) -> None:
+        self._groups = [Group(self, function, given) for function, given in jobs]
+        while any(not group.done for group in self._groups):
+            ready = [group for group in self._groups if not group.done and group.waits_for()]
+            choices: list[Any] = [*ready, *self.copies]
+            if not choices:
+                self.failure = Deadlock("every warpgroup waits for another")
+            else:
+                chosen = self.dice.choice(choices)
+                if chosen in self.copies:
+                    self.copies.remove(chosen)
+                    chosen()
+                else:
+                    self._resume(chosen)
+            if self.failure:
+                for group in self._groups:
+                    if not group.done:
+                        self._resume(group)
+                raise self.failure
+        assert not self.copies, "a copy that nobody waited for"
+
+    def _resume(self, group: Group) -> None:
+        group.runs.release()
+        self._runs.acquire()
+
+    def hand_back(self) -> None:
+        self._runs.release()
+
+
+class Group:
+    current: Group
+
+    def __init__(
+        self, program: Program, function: Callable[..., None], given: tuple[Any, ...]
+    ) -> None:
+        self.program, self.runs, self.done = program, threading.Semaphore(0), False
+        self.waits_for: Callable[[], bool] = lambda: True
+        self.products: list[Product] = []
+        self.stores: list[tuple[Tensor, Tensor]] = []
+        self._function, self._given = function, given
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        self.runs.acquire()
+        try:
+            self._check()
+            self._function(*self._given)
+            assert not self.products, "a product that was not waited for"
+            assert not self.stores, "a store that was not waited for"
+        except Stopped:
+            pass
+        except BaseException as error:
+            self.program.failure = self.program.failure or error
+        self.done = True
+        self.program.hand_back()
+
+    def _check(self) -> None:
+        if self.program.failure:
+            raise Stopped
+        Group.current = self
+
+    def pause(self, until: Callable[[], bool] = lambda: True) -> None:
+        self.waits_for = until
+        self.program.hand_back()
+        self.runs.acquire()
+        self._check()
+
+
+class Barrier:
+    """An mbarrier."""
+
+    def __init__(self) -> None:
+        self.phase, self.bytes = 0, 0
+
+    def init(self, count: int) -> None:
+        self.count = self.pending = count
+
+    def arrive(self) -> None:
+        assert self.pending > 0, "more arrivals than a barrier counts"
+        self.pending -= 1
+        self._complete()
+
+    def expect(self, number: int) -> None:
+        self.bytes += number
+        self.arrive()
+
+    def landed(self, number: int) -> None:
+        self.bytes -= number
+        assert self.bytes >= 0, "more bytes than were expected"
+        self._complete()
+
+    def _complete(self) -> None:
+        if self.pending == self.bytes == 0:
+            self.phase, self.pending = self.phase ^ 1, self.count
+
+    def wait(self, phase: int) -> None:
+        Group.current.pause(lambda: self.phase != phase)
+
+
+class Turn:
+    """A named barrier of two warpgroups."""
+
+    def __init__(self) -> None:
+        self.here: list[Group] = []
+        self.generation = 0
+
+    def arrive(self) -> int:
+        mine = self.generation
+        assert Group.current not in self.here, "twice at a barrier"
+        self.here.append(Group.current)
+        if len(self.here) == 2:
+            self.here, self.generation = [], mine + 1
+        return mine
+
+    def sync(self) -> None:
+        mine = self.arrive()
+        Group.current.pause(lambda: self.generation > mine)
+
+
+def named_barrier(kind: str, turn: int) -> None:
+    group = Group.current
+    barrier = group.program.turns.setdefault(turn, Turn())
+    group.pause()
+    barrier.sync() if kind == "sync" else barrier.arrive()
+
+
+# ------------------------------------------------------------------ memory and products
+
+
+class Memory:
+    """Shared memory, or a part of it."""
+
+    def __init__(self, t: Tensor) -> None:
+        self.t = t
+
+    shape = property(lambda self: self.t.shape)
+    dtype = property(lambda self: self.t.dtype)
+
+    def index(self, i: Any) -> Memory:
+        return Memory(self.t[int(i)])
+
+    def slice(self, start: int, length: int, dim: int = 0) -> Memory:
+        return Memory(self.t.narrow(dim, start, length))
+
+    def permute(self, order: tuple[int, ...]) -> Memory:
+        return Memory(self.t.permute(order))
+
+    def load(self, layout: object) -> Tensor:
+        Group.current.pause()
+        return self.t.clone()
+
+    def store(self, t: Tensor) -> None:
+        self.t.fill_(NAN)
+        Group.current.pause()
+        self.t.copy_(t)
+
+
+class Barriers:
+    def __init__(self, count: int) -> None:
+        self.barriers = [Barrier() for _ in range(count)]
+
+    def index(self, i: Any) -> Barrier:
+        return self.barriers[int(i)]
+
+
+def allocate(dtype: object, shape: list[int], layout: object) -> Memory | Barriers:
+    if dtype is torch.int64:
+        return Barriers(shape[0])
+    return Memory(torch.full(shape, NAN, dtype=F64))
+
+
+class View:
+    """What a descriptor describes."""
+
+    dtype = F64
+
+    def __init__(self, descriptor: Any) -> None:
+        d = descriptor
+        assert d.base.data_ptr() % 16 == 0
+        size = d.base.element_size()
+        assert all(step > 0 and step * size % 16 == 0 for step in d.strides[:-1])
+        assert d.strides[-1] == 1
+        self.shape, self.strides, self.block_shape = d.shape, d.strides, d.block_shape
+        self.size, self.layout = size, d.layout
+        self.whole = d.base.as_strided(d.shape, d.strides, d.base.storage_offset())
+
+    def parts(self, at: Sequence[Any]) -> tuple[Tensor, tuple[slice, ...]]:
+        """What lies inside, and where in a block."""
+        assert len(at) == len(self.shape) == len(self.block_shape)
+        where, inside = [], []
+        for i, n, block in zip(map(int, at), self.shape, self.block_shape, strict=True):
+            assert 0 <= i < 2**31
+            end = max(i, min(i + block, n))
+            where.append(slice(i, end))
+            inside.append(slice(0, end - i))
+        return self.whole[tuple(where)], tuple(inside)
+
+
+def tma_load(view: View, at: Sequence[Any], full: Barrier, buffer: Memory) -> None:
+    buffer.t.fill_(NAN)
+    part, inside = view.parts(at)
+
+    def land() -> None:
+        block = torch.zeros(view.block_shape, dtype=F64)
+        block[inside] = part.double()
+        buffer.t.copy_(block.view(buffer.t.shape))
+        full.landed(block.numel() * view.size)
+
+    group = Group.current
+    group.program.copies.append(land)
+    group.pause()
+
+
+def tma_store(view: View, at: Sequence[Any], buffer: Memory) -> None:
+    part, inside = view.parts(at)
+    part.copy_(buffer.t.view(view.block_shape)[inside])
+    group = Group.current
+    group.stores.append((buffer.t, buffer.t.clone()))
+    group.pause()
+
+
+def store_wait(pending: int) -> None:
+    stores = Group.current.stores
+    for now, then in stores:
+        assert same(now, then), "overwritten while it was stored"
+    stores.clear()
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    return torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+def held(operand: Memory | Tensor) -> Tensor:
+    return operand.t.clone() if isinstance(operand, Memory) else operand
+
+
+class Product:
+    def __init__(self, a: Memory | Tensor, b: Memory | Tensor, sum: Tensor, use_acc: bool) -> None:
+        self.operands, self.sum, self.use_acc = (a, b), sum, use_acc
+        self.read = [held(operand) for operand in self.operands]
+        self.finished = False
+
+    def finish(self) -> None:
+        for operand, then in zip(self.operands, self.read, strict=True):
+            assert same(held(operand), then), "overwritten while a product read it"
+        self.finished = True
+
+    @property
+    def value(self) -> Tensor:
+        assert self.finished, "not waited for"
+        product = self.read[0] @ self.read[1]
+        return self.sum + product if self.use_acc else product
+
+
+def mma(a: Any, b: Any, sum: Tensor, *, use_acc: bool = True, is_async: bool = False) -> Product:
+    assert is_async
+    assert isinstance(sum, Tensor), "a sum that is still on its way"
+    product = Product(a, b, sum, use_acc)
+    Group.current.products.append(product)
+    Group.current.pause()
+    return product
+
+
+def mma_wait(pending: int, wanted: list[Product]) -> Tensor:
+    group = Group.current
+    group.pause()
+    while len(group.products) > pending:
+        group.products.pop(0).finish()
+    (product,) = wanted
+    return product.value
+
+
+# ------------------------------------------------------------------ the language
+
+
+class _Pointer:
+    def __init__(self, t: Tensor, at: int = 0) -> None:
+        self.t, self.at = t, at
+
+    def __add__(self, offset: Any) -> _Pointer:
+        return _Pointer(self.t, self.at + int(offset))
+
+
+def add_to(start: _Pointer, product: Tensor) -> None:
+    """Into numbers that lie row by row, not as registers hold them."""
+    start.t[start.at : start.at + product.numel()] += product.flatten()
+
+
+def split_columns(product: Tensor) -> tuple[Tensor, Tensor]:
+    columns = torch.arange(product.shape[1])
+    return (columns & 6)[None, :], (columns & ~6)[None, :]
+
+
+class Number(int):
+    """A 32-bit number: one that does not fit is an error, and division rounds towards 0."""
+
+    def __new__(cls, value: Any) -> Number:
+        assert -(2**31) <= value < 2**31, f"{value} has more than 32 bits"
+        return super().__new__(cls, value)
+
+    def to(self, dtype: object) -> int:
+        return int(self) if dtype is torch.int64 else self
+
+    def __floordiv__(self, other: int) -> Number:
+        quotient = abs(self) // abs(other)
+        return Number(quotient if (self < 0) == (other < 0) else -quotient)
+
+    def __mod__(self, other: int) -> Number:
+        return Number(int(self) - int(self // other) * int(other))
+
+
+def _closed(operation: str) -> None:
+    """Makes an operation of two numbers give another."""
+    plain = getattr(int, operation)
+
+    def method(self: Number, other: Any) -> Any:
+        result = plain(self, other)
+        return result if result is NotImplemented else Number(result)
+
+    setattr(Number, operation, method)
+
+
+for _operation in ("add", "radd", "sub", "rsub", "mul", "rmul"):
+    _closed(f"__{_operation}__")
+
+
+def language(program: Callable[[], Program]) -> Any:
+    def pick(condition: Any, a: Any, b: Any) -> Any:
+        if isinstance(condition, Tensor):
+            return torch.where(condition, a, b)
+        return a if condition else b
+
+    return types.SimpleNamespace(
+        constexpr=lambda x: x,
+        program_id=lambda axis: Number(program().number),
+        arange=lambda first, last, layout=None: torch.arange(first, last),
+        zeros=lambda shape, dtype, layout=None: torch.zeros(shape, dtype=F64),
+        where=pick,
+        minimum=lambda a, b: Number(min(a, b)),
+        maximum=lambda a, b: Number(max(a, b)),
+        cdiv=lambda a, b: Number((a + b - 1) // b),
+        cast=lambda x, dtype: Number(x).to(dtype),
+        convert_layout=lambda x, layout, assert_trivial=False: x,
+        allocate_shared_memory=allocate,
+        static_range=range,
+        warp_specialize=lambda jobs, warps, registers: program().run(jobs),
+        math=types.SimpleNamespace(exp2=torch.exp2),
+        **dict.fromkeys(("SliceLayout", "NVMMASharedLayout"), lambda *given: None),
+        **{"int32": torch.int32, "int64": torch.int64, "float32": torch.float32},
+    )
+
+
+def emulated(function: Any, given: dict[str, Any], known: dict[str, dict[str, Any]]) -> Any:
+    """A kernel's function as one of Python's, what it calls likewise, but for what is `given`."""
+    plain = function.fn
+    if plain.__module__ not in known:
+        names = known[plain.__module__] = {}
+        for name, value in plain.__globals__.items():
+            if name in given:
+                value = given[name]
+            elif isinstance(value, JITFunction):
+                value = emulated(value, given, known)
+            elif isinstance(value, tl.constexpr):
+                value = value.value
+            names[name] = value
+    names = known[plain.__module__]
+    return types.FunctionType(plain.__code__, names, plain.__name__, plain.__defaults__)
+
+
+def unwrapped(value: Any) -> Any:
+    if isinstance(value, tl.constexpr):
+        return value.value
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(unwrapped, value))
+    return value
+
+
+def _globals(program: Callable[[], Program]) -> dict[str, Any]:
+    gl = language(program)
+    return {
+        "gl": gl,
+        "tl": gl,
+        "mbarrier": types.SimpleNamespace(
+            init=lambda barrier, count: barrier.init(count),
+            expect=lambda barrier, number: barrier.expect(number),
+            arrive=lambda barrier: barrier.arrive(),
+            wait=lambda barrier, phase: barrier.wait(int(phase)),
+            MBarrierLayout=lambda: None,
+        ),
+        "tma": types.SimpleNamespace(store_wait=store_wait),
+        "fence_async_shared": lambda: None,
+        "warpgroup_mma": mma,
+        "warpgroup_mma_wait": mma_wait,
+        "_tma_load": tma_load,
+        "_tma_store": tma_store,
+        "_viewed": lambda buffer, view: buffer,
+        "_named_barrier": named_barrier,
+        "product_layout": lambda columns: None,
+        "shared_layout": lambda rank: None,
+        "split_columns": split_columns,
+        "pack": lambda p, dtype: p,
+        "unpack": lambda pairs, dtype, layout: pairs,
+        "load_pairs": lambda buffer, group: buffer.slice(64 * group, 64).load(None),
+        "keep": lambda x: x,
+        "computed": lambda x: x,
+        "add_to": add_to,
+    }
+
+
+# ------------------------------------------------------------------ launches
+
+
+def backward(
+    problem: Problem,
+    result: Result,
+    dout: Tensor,
+    dlse: Tensor | None,
+    seed: int = 0,
+    **instead: Callable[..., Any],
+) -> Gradients:
+    """hopper.backward, its kernels emulated. `seed` of what is left to chance; `instead` of functions that
+    the kernel calls by these names."""
+    dice = random.Random(seed)
+    running: list[Program] = []
+    kernel = emulated(
+        hopper_backward._backward_kernel, {**_globals(lambda: running[-1]), **instead}, {}
+    )
+
+    def backward_kernel(programs: int, *given: Any) -> None:
+        *views, sums, spec, offset, tile = given
+        views = [View(view) for view in views]
+        numbers = list(range(programs))
+        dice.shuffle(numbers)
+        for number in numbers:
+            running[:] = [Program(number, dice)]
+            kernel(*views, _Pointer(sums), unwrapped(spec), offset, unwrapped(tile))
+
+    kernels = {
+        "_backward_kernel": backward_kernel,
+        "delta_kernel": delta_kernel,
+        "rows_kernel": rows_kernel,
+    }
+
+    def launch(kernel: Any, programs: int, device: Any, *given: Any, **options: Any) -> None:
+        kernels[kernel.__name__](programs, *given)
+
+    with contextlib.ExitStack() as stack:
+        for module in (hopper, triton_backend):
+            stack.enter_context(mock.patch.object(module, "launch", launch))
+        stack.enter_context(poisoned())
+        return hopper.backward(problem, result, dout, dlse)
+
+
+@contextlib.contextmanager
+def poisoned() -> Iterator[None]:
+    """Within the block new memory holds NaN."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def delta_kernel(programs, out, dout, dlse, lse, base, delta, cleared, *sides) -> None:  # type: ignore[no-untyped-def]
+    *_, folded, _, _, _, share = sides
+    assert cleared.numel() == programs * share
+    cleared.zero_()
+    total = (out.data.double() * dout.data.double()).sum(-1).transpose(1, 2)
+    delta.data.copy_(total if dlse is None else total - dlse.data)
+    unit = lse.data * 1.4426950408889634 if folded else lse.data
+    base.data.copy_(unit.where(lse.data != -torch.inf, torch.inf))
+
+
+def rows_kernel(programs, sums, dq, spec, d, block_q, block_d) -> None:  # type: ignore[no-untyped-def]
+    """From numbers as add_to leaves them here."""
+    b, rows, heads, _ = dq.data.shape
+    assert rows == spec.sizes.sq
+    tiles = sums.view(b, heads, -1, 2, block_q, block_d // 2).permute(0, 2, 4, 1, 3, 5)
+    whole = tiles.flatten(4).flatten(1, 2)[:, :rows, :, :d]
+    assert programs * block_q * block_d == sums.numel()
+    dq.data.copy_(whole * spec.scores.scale)

@@ -1,0 +1,192 @@
+"""The Hopper backward kernel in the emulator: its numbers, and that its warpgroups neither wait for each
+other for ever nor overwrite what another still reads."""
+
+import random
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import emulator
+import pytest
+import torch
+from torch import Tensor
+
+from tilewise.arguments import problem_of
+from tilewise.backends import hopper, reference
+from tilewise.spec import Problem
+
+NAN = float("nan")
+
+
+class Shape(NamedTuple):
+    b: int = 1
+    sq: int = 200
+    sk: int = 300
+    hq: int = 2
+    hkv: int = 1
+    d: int = 64
+    dv: int = 64
+
+
+def tensors(shape: Shape, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, ...]:
+    """q, k, v and dout."""
+    b, sq, sk, hq, hkv, d, dv = shape
+    sizes = ((b, sq, hq, d), (b, sk, hkv, d), (b, sk, hkv, dv), (b, sq, hq, dv))
+    return tuple(torch.randn(size).to(dtype) for size in sizes)
+
+
+def check(
+    shape: Shape,
+    seed: int,
+    of_lse: bool = False,
+    laid_out: Callable[[Tensor], Tensor] = lambda t: t,
+    **options: Any,
+) -> None:
+    """Against the definition, beside NaN wherever no row sees a key or no key is seen. `laid_out`: the same
+    numbers in another layout."""
+    torch.manual_seed(seed)
+    q, k, v, dout = tensors(shape)
+    exact = problem_of(q.double(), k.double(), v.double(), **options)
+    if not hopper._some_key_seen(exact):
+        return
+    result = reference.forward(exact)
+    dlse = torch.randn(result.lse.shape) if of_lse else None
+    wanted = reference.backward(
+        exact, result, dout.double(), None if dlse is None else dlse.double()
+    )
+    rows, keys = seen(exact)
+    for t, there in ((q, rows), (dout, rows), (k, keys), (v, keys)):
+        t[:, ~there] = NAN
+    if dlse is not None:
+        dlse[..., ~rows] = NAN
+    result = result._replace(lse=result.lse.float())
+    q, k, v, dout = map(laid_out, (q, k, v, dout))
+    got = emulator.backward(problem_of(q, k, v, **options), result, dout, dlse, seed)
+    for name, there in (("q", rows), ("k", keys), ("v", keys)):
+        found, want = getattr(got, name), getattr(wanted, name)
+        assert (found[:, ~there] == 0).all()
+        # What is stored is rounded to bfloat16; delta, and the sums of dq, to float32.
+        room = 2**-8 * want.abs() + 1e-4 * want.abs().max() + 2e-5
+        assert ((found.double() - want).abs() <= room).all(), name
+
+
+def seen(problem: Problem) -> tuple[Tensor, Tensor]:
+    """Which rows see a key, and which keys are seen."""
+    lo, hi = (t[0] for t in problem.interval(0, problem.q.shape[1]))
+    keys = torch.arange(problem.k.shape[1])
+    pairs = (keys >= lo[:, None]) & (keys < hi[:, None])
+    return pairs.any(1), pairs.any(0)
+
+
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        (Shape(), {}),
+        (Shape(sq=128, sk=128, hq=1), {}),  # two steps
+        (Shape(sq=1, sk=1), {}),  # one
+        (Shape(sq=640, sk=128, d=128, dv=128), {"causal": True}),
+        (Shape(sq=640, sk=128, d=128, dv=128), {"causal": True, "align": "top-left"}),
+        (Shape(sq=64, sk=500, hq=6, hkv=2), {"causal": True, "align": "top-left"}),
+        (Shape(sq=3, sk=500, hq=4), {"causal": True}),
+        (Shape(b=2, sq=300, sk=200, d=8, dv=40), {"window_size": (0, 0)}),
+        (Shape(b=2, sq=400, sk=400, d=96, dv=8), {"window_size": (70, 130)}),
+        (Shape(sq=333, sk=257), {"window_size": (2**62, 5), "softcap": 3.0}),
+        (Shape(sq=257, sk=333, dv=128), {"window_size": (None, 2**62), "scale": -0.3}),
+    ],
+)
+@pytest.mark.parametrize("of_lse", [False, True])
+def test_gradients(shape: Shape, options: dict[str, Any], of_lse: bool) -> None:
+    check(shape, sum(shape) + of_lse, of_lse, **options)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_shape_and_band(seed: int) -> None:
+    dice = random.Random(seed)
+    lengths = (1, 2, 3, 63, 64, 65, 127, 128, 129, 191, 192, 193, 256, 257, 320, 400)
+    for number in range(6):
+        hkv = dice.choice((1, 1, 2))
+        d, dv = (dice.choice((8, 40, 64, 72, 96, 128)) for _ in range(2))
+        shape = Shape(
+            dice.choice((1, 1, 2)),
+            *dice.choices((*lengths, dice.randint(1, 420)), k=2),
+            hkv * dice.choice((1, 1, 2, 3)),
+            *(hkv, d, dv),
+        )
+        sides = (None, 0, 1, 30, 64, 127, 128, 200, 1000, dice.randint(0, 400))
+        options = {
+            "window_size": tuple(dice.choices(sides, k=2)),
+            "align": dice.choice(("top-left", "bottom-right")),
+            "softcap": dice.choice((None, None, 3.0)),
+        }
+        check(shape, 100 * seed + number, dice.random() < 0.5, **options)
+
+
+def within(*more: int) -> Callable[[Tensor], Tensor]:
+    """A part of a tensor that is so much larger, its end."""
+
+    def laid_out(t: Tensor) -> Tensor:
+        room = torch.full([n + m for n, m in zip(t.shape, more, strict=True)], NAN, dtype=t.dtype)
+        return room[tuple(slice(m, None) for m in more)].copy_(t)
+
+    return laid_out
+
+
+@pytest.mark.parametrize(
+    "laid_out",
+    [
+        lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
+        lambda t: t.transpose(2, 3).contiguous().transpose(2, 3),
+        lambda t: t.permute(3, 1, 0, 2).contiguous().permute(2, 1, 3, 0),
+        within(0, 0, 0, 8),
+        within(1, 70, 3, 0),
+        within(0, 0, 0, 1),
+        within(0, 0, 0, 4),
+    ],
+)
+def test_any_layout(laid_out: Callable[[Tensor], Tensor]) -> None:
+    check(Shape(b=2, d=40, dv=96), 1, laid_out=laid_out, causal=True)
+    check(Shape(sq=1, hq=1), 2, laid_out=laid_out)
+
+
+def test_a_gradient_that_is_one_number() -> None:
+    """Such as that of a sum or a mean."""
+    q, k, v, _ = tensors(Shape())
+    problem = problem_of(q, k, v, causal=True)
+    exact = problem_of(q.double(), k.double(), v.double(), causal=True)
+    result = reference.forward(exact)
+    result = result._replace(lse=result.lse.float())
+    one, zeros = torch.ones((), dtype=q.dtype), torch.zeros(())
+    for dout in (one.expand(result.out.shape), one.expand(1, 200, 1, 64).contiguous()):
+        whole = dout.expand(result.out.shape)
+        got = emulator.backward(problem, result, whole, zeros.expand(result.lse.shape))
+        want = emulator.backward(problem, result, whole.contiguous(), None)
+        assert all(torch.equal(a, b) for a, b in zip(got[:3], want[:3], strict=True))
+
+
+def nothing(*given: object) -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        {"wait_full": nothing},
+        {"wait_empty": nothing},
+        {"give_back": nothing},
+        {"hand_over": nothing},
+        {"pass_turn": nothing},
+        {"open_turns": nothing},
+        {"pairs_seen": lambda along, *_: along == along},
+        {"close_turns": lambda group: group == 1 and emulator.named_barrier("sync", 0)},
+    ],
+    ids=lambda fault: next(iter(fault)),
+)
+def test_the_emulator_finds_faults(fault: dict[str, Any]) -> None:
+    real = emulator.backward
+
+    def faulty(*given: Any) -> Any:
+        return real(*given, **fault)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(emulator, "backward", faulty)
+        with pytest.raises(AssertionError):
+            check(Shape(sq=500, sk=200), 0, causal=True)
