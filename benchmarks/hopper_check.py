@@ -402,6 +402,13 @@ def odd_checks() -> Iterator[Check]:
     yield Check("two streams at a time", two_streams)
     yield Check("many launches in a row", many_launches)
     yield Check("torch.compile", compiled)
+    yield Check("gradients of sums, and of tensors that lie anyhow", gradients_anyhow)
+    yield Check("gradients beside NaN that no row sees", gradients_beside_nan)
+    yield Check("gradients, more than 65,535 heads", gradients_of_many_heads)
+    yield Check("gradients, offsets beyond 2³¹", gradients_far)
+    yield Check("gradients, launches made again", gradients_again)
+    yield Check("gradients, replayed from a CUDA graph", gradients_graphed)
+    yield Check("keys shared by all samples of vmap", mapped)
 
 
 def chosen() -> str:
@@ -613,6 +620,123 @@ def compiled() -> str:
     f = torch.compile(lambda q, k, v: tilewise.attention(q, k, v, causal=True), fullgraph=True)
     with torch.no_grad():
         return same(f(q, k, v), attend(q, k, v, causal=True))
+
+
+def gradients_of(*tensors: Tensor, **options: Any) -> tuple[Tensor, ...]:
+    """Of q, k and v, from those and dout."""
+    *operands, dout = tensors
+    leaves = [t.detach().requires_grad_() for t in operands]
+    out = tilewise.attention(*leaves, backend="hopper", **options)
+    return torch.autograd.grad(out, leaves, dout)
+
+
+def alike(got: Sequence[Tensor], want: Sequence[Tensor]) -> str:
+    """What is wrong with gradients whose sums may be made in another order."""
+    off = [distance(a, b) for a, b in zip(got, want, strict=True)]
+    return "" if all(d < 5e-3 for d in off) else f"differences {off}"
+
+
+def by_triton(*tensors: Tensor, **options: Any) -> tuple[Tensor, ...]:
+    """The gradients that Triton's kernels continue the same forward pass with."""
+    return gradients_of(*tensors, deterministic=True, **options)
+
+
+def gradients_anyhow() -> str:
+    wrong = []
+    for d, flag in itertools.product((64, 128), (False, True)):
+        q, k, v, dout = (normal(2, 333, 4, d) for _ in range(4))
+        one = normal(1, 1, 1, 1)
+        want = by_triton(q, k, v, one.expand(q.shape).contiguous(), causal=flag)
+        wrong.append(alike(gradients_of(q, k, v, one.expand(q.shape), causal=flag), want))
+        want = by_triton(q, k, v, dout, causal=flag)
+        across = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v, dout)]
+        wrong.append(alike(gradients_of(*across, causal=flag), want))
+        columns = dout.transpose(2, 3).contiguous().transpose(2, 3)
+        wrong.append(alike(gradients_of(q, k, v, columns, causal=flag), want))
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: t, lambda t: t.mT.contiguous().mT if t.ndim == 4 else t
+        ):
+            wrong.append(alike(gradients_of(q, k, v, dout, causal=flag), want))
+    return "; ".join(filter(None, wrong))
+
+
+def gradients_beside_nan() -> str:
+    """Where nothing is seen gradients are 0, and elsewhere those without NaN."""
+    wrong = []
+    for sq, sk, options in (
+        (300, 700, {"causal": True, "align": "top-left"}),
+        (700, 300, {"causal": True}),
+        (700, 300, {"window_size": (20, 30), "align": "top-left"}),
+        (300, 700, {"window_size": (50, 0)}),
+    ):
+        q, k, v, dout = (normal(2, n, 4, 128) for n in (sq, sk, sk, sq))
+        problem = tilewise.api.problem_of(q, k, v, **options)
+        rows, keys, *_ = hopper._seen_part(problem)
+        assert (rows, keys) != (slice(0, sq), slice(0, sk))
+        want = by_triton(q, k, v, dout, **options)
+        for t, part in ((q, rows), (dout, rows), (k, keys), (v, keys)):
+            kept = t[:, part].clone()
+            t.fill_(math.nan)
+            t[:, part] = kept
+        got = gradients_of(q, k, v, dout, **options)
+        wrong.append(alike(got, want))
+        for t, part in zip(got, (rows, keys, keys), strict=True):
+            unseen = t.clone()
+            unseen[:, part] = 0
+            if unseen.count_nonzero():
+                wrong.append(f"{options}: gradients of what is not seen are not 0")
+    return "; ".join(filter(None, wrong))
+
+
+def gradients_of_many_heads() -> str:
+    q, dout = normal(70001, 20, 1, 64), normal(70001, 20, 1, 64)
+    got = [t[-3:] for t in gradients_of(q, q, q, dout, causal=True)]
+    last = q[-3:]
+    return alike(got, by_triton(last, last, last, dout[-3:], causal=True))
+
+
+def gradients_far() -> str:
+    q = normal(1, 1024, 1, 128).expand(16500, 1024, 1, 128).contiguous()
+    q += torch.arange(16500, device=q.device).view(-1, 1, 1, 1) % 7
+    last = q[-2:]
+    want = by_triton(last, last, last, last, causal=True)
+    return alike([t[-2:] for t in gradients_of(q, q, q, q, causal=True)], want)
+
+
+def gradients_again() -> str:
+    """Of other numbers each time: sums begin with 0 whatever was in their place."""
+    wrong = []
+    for shape, options in (
+        ((2, 300, 4, 128), {"causal": True}),
+        ((3, 65, 2, 64), {}),
+        ((1, 1000, 5, 96), {"window_size": (100, 100)}),
+    ):
+        for _ in range(5):
+            given = [normal(*shape) for _ in range(4)]
+            wrong.append(alike(gradients_of(*given, **options), by_triton(*given, **options)))
+    return "; ".join(filter(None, wrong))
+
+
+def gradients_graphed() -> str:
+    given = [normal(2, 1000, 8, 128) for _ in range(4)]
+    replay, got = graphed(lambda: gradients_of(*given, causal=True))
+    wrong = []
+    for _ in range(3):
+        for t in given:
+            t.normal_()
+        for t in got:
+            t.fill_(math.nan)
+        replay()
+        wrong.append(alike(got, by_triton(*given, causal=True)))
+    return "; ".join(filter(None, wrong))
+
+
+def mapped() -> str:
+    """Of which the batch has a stride of 0, once the samples are one batch."""
+    q, k, v = normal(7, 1, 300, 4, 128), normal(1, 400, 2, 128), normal(1, 400, 2, 128)
+    each = torch.stack([attend(one, k, v, causal=True) for one in q])
+    together = torch.vmap(lambda one: attend(one, k, v, causal=True))(q)
+    return alike([together], [each])
 
 
 # ------------------------------------------------------------------ compiling ahead
