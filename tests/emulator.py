@@ -12,6 +12,8 @@ What it does not know: layouts, registers, the order in which threads of one war
 from __future__ import annotations
 
 import contextlib
+import copy
+import ctypes
 import random
 import threading
 import types
@@ -22,11 +24,13 @@ from unittest import mock
 import torch
 import triton.language as tl
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
 from tilewise.backends import hopper
 from tilewise.backends import triton as triton_backend
-from tilewise.kernels import hopper_backward
+from tilewise.kernels import hopper_backward, replay
 from tilewise.results import Gradients, Result
 from tilewise.spec import Problem
 
@@ -478,11 +482,17 @@ def backward(
 ) -> Gradients:
     """hopper.backward, its kernels emulated. `seed` of what is left to chance; `instead` of functions that
     the kernel calls by these names."""
+    with emulating(seed, **instead):
+        return hopper.backward(problem, result, dout, dlse)
+
+
+@contextlib.contextmanager
+def emulating(seed: int = 0, **instead: Callable[..., Any]) -> Iterator[None]:
+    """Within the block hopper.backward's kernels are emulated, and new memory holds NaN."""
     dice = random.Random(seed)
     running: list[Program] = []
-    kernel = emulated(
-        hopper_backward._backward_kernel, {**_globals(lambda: running[-1]), **instead}, {}
-    )
+    names = {**_globals(lambda: running[-1]), **instead}
+    kernel = emulated(hopper_backward._backward_kernel, names, {})
 
     def backward_kernel(programs: int, *given: Any) -> None:
         *views, sums, spec, offset, tile = given
@@ -500,13 +510,49 @@ def backward(
     }
 
     def launch(kernel: Any, programs: int, device: Any, *given: Any, **options: Any) -> None:
-        kernels[kernel.__name__](programs, *given)
+        with _disable_current_modes():
+            kernels[kernel.__name__](programs, *given)
+        replay.note(Compiled(kernels[kernel.__name__], given), programs, given)
 
     with contextlib.ExitStack() as stack:
         for module in (hopper, triton_backend):
             stack.enter_context(mock.patch.object(module, "launch", launch))
+        allocate = {"cpu": lambda *memory: torch.empty_strided(*memory[:2], dtype=memory[2])}
+        stack.enter_context(mock.patch.object(replay, "_ALLOCATE", allocate))
+        # So that launches go on to be made as if by Triton.
+        stack.enter_context(
+            mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True)
+        )
         stack.enter_context(poisoned())
-        return hopper.backward(problem, result, dout, dlse)
+        yield
+
+
+class Compiled:
+    """What a recorder takes for a compiled kernel; it runs on what lies at the addresses it is given."""
+
+    metadata = function = packed_metadata = None
+
+    def __init__(self, kernel: Callable[..., None], given: tuple[Any, ...]) -> None:
+        self._kernel, self._given = kernel, given
+
+    def run(self, programs: int, *given: Any) -> None:
+        arguments = given[8:]
+        self._kernel(programs, *map(_placed, self._given, arguments))
+
+
+def _placed(then: Any, now: Any) -> Any:
+    """An argument as it was, with what it is now."""
+    if isinstance(now, int) and isinstance(then, Tensor):
+        extent = 1 + sum((n - 1) * step for n, step in zip(then.shape, then.stride(), strict=True))
+        memory = (ctypes.c_char * (extent * then.element_size())).from_address(now)
+        return torch.frombuffer(memory, dtype=then.dtype).as_strided(then.shape, then.stride())
+    if isinstance(then, tuple) and hasattr(then, "_fields"):
+        return type(then)(*map(_placed, then, now))
+    if isinstance(now, TensorDescriptor):
+        placed = copy.copy(now)
+        placed.base = _placed(then.base, now.base.data_ptr())
+        return placed
+    return now
 
 
 @contextlib.contextmanager
@@ -522,6 +568,7 @@ def poisoned() -> Iterator[None]:
 def delta_kernel(programs, out, dout, dlse, lse, base, delta, cleared, *sides) -> None:  # type: ignore[no-untyped-def]
     *_, folded, _, _, _, share = sides
     assert cleared.numel() == programs * share
+    assert share.bit_count() == 1
     cleared.zero_()
     total = (out.data.double() * dout.data.double()).sum(-1).transpose(1, 2)
     delta.data.copy_(total if dlse is None else total - dlse.data)

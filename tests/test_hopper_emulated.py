@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from tilewise import repeated
 from tilewise.arguments import problem_of
 from tilewise.backends import hopper, reference
+from tilewise.kernels import replay
 from tilewise.spec import Problem
 
 NAN = float("nan")
@@ -160,6 +162,49 @@ def test_a_gradient_that_is_one_number() -> None:
         got = emulator.backward(problem, result, whole, zeros.expand(result.lse.shape))
         want = emulator.backward(problem, result, whole.contiguous(), None)
         assert all(torch.equal(a, b) for a, b in zip(got[:3], want[:3], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "replayed"),
+    [
+        (Shape(), {}, True),
+        (Shape(b=2, sq=300, sk=300, d=96, dv=8), {"causal": True}, True),
+        (Shape(sq=3, hq=6, hkv=2, d=128), {"window_size": (None, 9)}, True),
+        # What no row sees is cleared by PyTorch.
+        (Shape(), {"window_size": (9, None)}, False),
+    ],
+)
+@pytest.mark.parametrize("of_lse", [False, True])
+def test_launches_made_again(
+    shape: Shape, options: dict[str, Any], replayed: bool, of_lse: bool
+) -> None:
+    """On other tensors, and where new memory holds NaN: the sums begin with 0 again."""
+    settled = repeated.Settled(problem_of(*tensors(shape)[:3], **options), "hopper")
+    again = None
+    for seed in range(3):
+        torch.manual_seed(seed)
+        q, k, v, dout = tensors(shape)
+        exact = problem_of(q.double(), k.double(), v.double(), **options)
+        result = reference.forward(exact)
+        dlse = torch.randn(result.lse.shape) if of_lse else None
+        given = (q, k, v, result.out.to(q.dtype), result.lse.float(), torch.empty(0), dout)
+        if dlse is not None:
+            given = (*given, dlse)
+        with emulator.emulating(seed):
+            if again is None:
+                found, again = replay.recorded(settled._backward, 0, *given)
+            else:
+                found = again(*given)
+        dlse = None if dlse is None else dlse.double()
+        wanted = reference.backward(exact, result, dout.double(), dlse)
+        for got, want in zip(found, wanted[:3], strict=True):
+            room = 2**-6 * (want.abs() + want.abs().max())  # out was rounded, too
+            assert ((got.double() - want).abs() <= room).all()
+        if not replayed:
+            assert again is None
+            break
+        assert again is not None
+        assert not again.shares
 
 
 def nothing(*given: object) -> None:
