@@ -826,11 +826,11 @@ def compile_one(number: int) -> str:
     try:
         with varied(variant):
             kernels = compiling.compile_problem(problem, target, backward, "hopper")
-            kernel = max(kernels, key=lambda k: k.metadata.shared)
     except Exception as error:
         return f"NOT COMPILED {hopper.config(problem)}: {error!r:.500}"
-    found = compiling.report(kernel, target)
-    return f"{found} {hopper.config(problem)}" if found.spilled or found.notes else ""
+    found = [compiling.report(kernel, target) for kernel in kernels]
+    told = " ".join(str(report) for report in found if report.spilled or report.notes)
+    return f"{told} {hopper.config(problem)}" if told else ""
 
 
 # ------------------------------------------------------------------ speed
