@@ -2,7 +2,7 @@
 other for ever nor overwrite what another still reads."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import emulator
@@ -10,10 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
+import tilewise
 from tilewise import repeated
 from tilewise.arguments import problem_of
 from tilewise.backends import hopper, reference
 from tilewise.kernels import replay
+from tilewise.results import Result
 from tilewise.spec import Problem
 
 NAN = float("nan")
@@ -205,6 +207,91 @@ def test_launches_made_again(
             break
         assert again is not None
         assert not again.shares
+
+
+@pytest.fixture
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Calls are served as on such a GPU: by the definition forward, backward by the emulator."""
+
+    def forward(problem: Problem) -> Result:
+        q, k, v = (t.double() for t in problem[:3])
+        found = reference.forward(problem._replace(q=q, k=k, v=v))
+        return Result(found.out.to(problem.q.dtype), found.lse.float(), torch.empty(0))
+
+    monkeypatch.setattr(hopper, "_wrong_machine", lambda device: [])
+    monkeypatch.setattr(hopper, "forward", forward)
+    real, calls = hopper.backward, []
+
+    def backward(*given: Any) -> Any:
+        calls.append(given)
+        with emulator.emulating():
+            return real(*given)
+
+    monkeypatch.setattr(hopper, "backward", backward)
+    repeated.forget()
+    yield
+    repeated.forget()
+    assert calls
+
+
+def gradients(backend: str, *operands: Tensor) -> tuple[Tensor, ...]:
+    out, lse = tilewise.attention(*operands, causal=True, backend=backend, return_lse=True)
+    loss = out.float().square().sum() + lse.sin().sum()
+    return torch.autograd.grad(loss, operands, create_graph=True)
+
+
+def of_samples(backend: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    """By vmap: k is the same for all, so that its batch has a stride of 0; v's samples lie inside."""
+
+    def loss(*operands: Tensor) -> Tensor:
+        return tilewise.attention(*operands, causal=True, backend=backend).float().square().sum()
+
+    qs, vs = torch.stack([q, 2 * q, -q]), torch.stack([v, -v, v * v], 2)
+    return torch.vmap(torch.func.grad(loss, (0, 1, 2)), (0, None, 2))(qs, k, vs)
+
+
+def of_batched_gradients(backend: str, *operands: Tensor) -> tuple[Tensor, ...]:
+    out = tilewise.attention(*operands, causal=True, backend=backend)
+    douts = torch.stack([out.detach(), -out.detach(), out.detach() ** 2])
+    return torch.autograd.grad(out, operands, douts, is_grads_batched=True)
+
+
+def of_sums(backend: str, *operands: Tensor) -> tuple[Tensor, ...]:
+    out = tilewise.attention(*operands, backend=backend)
+    return torch.autograd.grad(out.sum(), operands)
+
+
+def of_tensors_laid_out_anew(backend: str, *operands: Tensor) -> tuple[Tensor, ...]:
+    hook = torch.autograd.graph.saved_tensors_hooks(
+        lambda t: t, lambda t: t.mT.contiguous().mT if t.ndim == 4 else t
+    )
+    with hook:
+        return gradients(backend, *operands)
+
+
+def of_gradients(backend: str, *operands: Tensor) -> tuple[Tensor, ...]:
+    loss = sum(g.float().cos().sum() for g in gradients(backend, *operands))
+    return torch.autograd.grad(loss, operands)
+
+
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize(
+    "found",
+    [
+        gradients,
+        of_samples,
+        of_batched_gradients,
+        of_sums,
+        of_tensors_laid_out_anew,
+        of_gradients,
+    ],
+)
+def test_through_pytorch(found: Callable[..., tuple[Tensor, ...]]) -> None:
+    torch.manual_seed(0)
+    operands = [t.requires_grad_() for t in tensors(Shape(sq=65, sk=130))[:3]]
+    for got, want in zip(found("hopper", *operands), found("reference", *operands), strict=True):
+        room = 2**-6 * (want.abs() + want.abs().max()) + 1e-3
+        assert ((got - want).abs() <= room).all()
 
 
 def nothing(*given: object) -> None:

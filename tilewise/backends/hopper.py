@@ -6,7 +6,8 @@ order that is made on the device (kernels/hopper_schedule.py). The backward pass
 (kernels/hopper_backward.py). What these kernels do not take is left to the Triton backend.
 
 As there, a NaN or Inf in a key or value that some rows see may reach rows that do not see it, here those
-whose tile shares a block of keys with it. One that no row sees reaches none. A row whose logits pass 2²⁸
+whose tile shares a block of keys with it; in the backward pass one in a row of q or dout may likewise reach
+gradients of keys that the row does not see. One that no row sees reaches none. A row whose logits pass 2²⁸
 may come out as NaN.
 """
 
