@@ -244,6 +244,19 @@ def gradient_cases() -> Iterator[Case]:
         for heads, kv_heads in ((8, 1), (6, 2), (5, 5)):
             shape = {"sq": 321, "heads": heads, "kv_heads": kv_heads, "head_dim": d}
             yield dense(f"gradients, D{d}, heads {heads}/{kv_heads}", causal, **shape)
+        for lengths in ((700, 1, 0, 128, 129, 1100, 64, 63, 0, 2), tuple(range(0, 90, 7)), (0, 5)):
+            for options, mask in (
+                (None, "full"),
+                (causal, "causal"),
+                (features()["window 100, 20"], "window"),
+            ):
+                yield dense(
+                    f"gradients, packed {sum(lengths)}, D{d}, {mask}",
+                    options,
+                    head_dim=d,
+                    layout="packed",
+                    lengths=tuple((n, n) for n in lengths),
+                )
     for d, dv in ((40, 80), (96, 96), (128, 64), (64, 128), (8, 8)):
         yield dense(f"gradients, D {d}, Dv {dv}", causal, sq=300, head_dim=d, value_dim=dv)
 
@@ -322,10 +335,13 @@ def gradients_judged(case: Case, dtype: torch.dtype) -> str:
 
 
 def gradient_call(case: Case, dtype: torch.dtype, device: str = "cpu") -> Call:
+    """A case's call; of packed sequences with one tensor of lengths for q and k, which are equal."""
     call = make_call(case, dtype, device)
     call.arguments["deterministic"] = (
         False  # though poisoned memory is had by asking for the opposite
     )
+    if case.layout == "packed":
+        call.arguments["cu_seqlens_k"] = call.arguments["cu_seqlens_q"]
     return call
 
 
@@ -792,8 +808,10 @@ def gradients_needed(parts: list[str]) -> Iterator[Problem]:
 
 def what_gradients_take(problem: Problem) -> tuple[Any, ...]:
     """As what_it_takes, and what the backward kernels depend on."""
-    first, last = hopper._seen_keys(problem)
-    ragged = (last - first) % hopper._KEYS != 0
+    ragged = problem.packed is not None
+    if problem.packed is None:
+        first, last = hopper._seen_keys(problem)
+        ragged = (last - first) % hopper._KEYS != 0
     widths = (problem.q.shape[-1], problem.v.shape[-1])
     return (
         what_it_takes(problem),

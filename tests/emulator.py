@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import ctypes
+import itertools
 import random
 import threading
 import types
@@ -243,19 +244,25 @@ class View:
         assert all(step > 0 and step * size % 16 == 0 for step in d.strides[:-1])
         assert d.strides[-1] == 1
         self.shape, self.strides, self.block_shape = d.shape, d.strides, d.block_shape
-        self.size, self.layout = size, d.layout
-        self.whole = d.base.as_strided(d.shape, d.strides, d.base.storage_offset())
+        self.size, self.layout, self.base = size, d.layout, d.base
 
     def parts(self, at: Sequence[Any]) -> tuple[Tensor, tuple[slice, ...]]:
-        """What lies inside, and where in a block."""
+        """What lies inside, and where in a block. Addresses have 64 bits."""
         assert len(at) == len(self.shape) == len(self.block_shape)
-        where, inside = [], []
-        for i, n, block in zip(map(int, at), self.shape, self.block_shape, strict=True):
+        sizes, address = [], 0
+        for i, n, step, block in zip(
+            map(int, at), self.shape, self.strides, self.block_shape, strict=True
+        ):
             assert 0 <= i < 2**31
-            end = max(i, min(i + block, n))
-            where.append(slice(i, end))
-            inside.append(slice(0, end - i))
-        return self.whole[tuple(where)], tuple(inside)
+            sizes.append(max(0, min(block, n - i)))
+            address += i * step * self.size
+        offset = self.base.storage_offset() + address % 2**64 // self.size
+        inside = tuple(slice(0, n) for n in sizes)
+        if 0 in sizes:
+            return self.base.new_empty(sizes), inside
+        # The stride of what there is one of means nothing, and may be too large for PyTorch.
+        steps = [step if n > 1 else 0 for n, step in zip(sizes, self.strides, strict=True)]
+        return self.base.as_strided(sizes, steps, offset), inside
 
 
 def tma_load(view: View, at: Sequence[Any], full: Barrier, buffer: Memory) -> None:
@@ -342,6 +349,19 @@ class _Pointer:
     def __add__(self, offset: Any) -> _Pointer:
         return _Pointer(self.t, self.at + int(offset))
 
+    def load(self, mask: bool = True, other: int = 0) -> Number:
+        assert not mask or 0 <= self.at < len(self.t)
+        return Number(int(self.t[self.at] if mask else other))
+
+
+def pointed(value: Any) -> Any:
+    """A value whose tensors are pointers to them."""
+    if isinstance(value, Tensor):
+        return _Pointer(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(pointed, value))
+    return value
+
 
 def add_to(start: _Pointer, product: Tensor) -> None:
     """Into numbers that lie row by row, not as registers hold them."""
@@ -402,6 +422,7 @@ def language(program: Callable[[], Program]) -> Any:
         maximum=lambda a, b: Number(max(a, b)),
         cdiv=lambda a, b: Number((a + b - 1) // b),
         cast=lambda x, dtype: Number(x).to(dtype),
+        load=lambda pointer, mask=True, other=0: pointer.load(mask, other),
         convert_layout=lambda x, layout, assert_trivial=False: x,
         allocate_shared_memory=allocate,
         static_range=range,
@@ -495,18 +516,19 @@ def emulating(seed: int = 0, **instead: Callable[..., Any]) -> Iterator[None]:
     kernel = emulated(hopper_backward._backward_kernel, names, {})
 
     def backward_kernel(programs: int, *given: Any) -> None:
-        *views, sums, spec, offset, tile = given
+        *views, sums, spec, walk, tile = given
         views = [View(view) for view in views]
         numbers = list(range(programs))
         dice.shuffle(numbers)
         for number in numbers:
             running[:] = [Program(number, dice)]
-            kernel(*views, _Pointer(sums), unwrapped(spec), offset, unwrapped(tile))
+            kernel(*views, _Pointer(sums), *map(pointed, map(unwrapped, (spec, walk, tile))))
 
     kernels = {
         "_backward_kernel": backward_kernel,
         "delta_kernel": delta_kernel,
         "rows_kernel": rows_kernel,
+        "schedule_kernel": schedule_kernel,
     }
 
     def launch(kernel: Any, programs: int, device: Any, *given: Any, **options: Any) -> None:
@@ -567,10 +589,11 @@ def poisoned() -> Iterator[None]:
 
 def delta_kernel(programs, out, dout, dlse, lse, base, delta, cleared, *sides) -> None:  # type: ignore[no-untyped-def]
     *_, folded, _, _, _, share = sides
-    assert cleared.numel() == programs * share
-    assert share.bit_count() == 1
-    cleared.zero_()
-    total = (out.data.double() * dout.data.double()).sum(-1).transpose(1, 2)
+    if cleared is not None:
+        assert cleared.numel() == programs * share
+        assert share.bit_count() == 1
+        cleared.zero_()
+    total = (out.data.double() * dout.data.double()).sum(-1).transpose(-2, -1)
     delta.data.copy_(total if dlse is None else total - dlse.data)
     unit = lse.data * 1.4426950408889634 if folded else lse.data
     base.data.copy_(unit.where(lse.data != -torch.inf, torch.inf))
@@ -578,9 +601,32 @@ def delta_kernel(programs, out, dout, dlse, lse, base, delta, cleared, *sides) -
 
 def rows_kernel(programs, sums, dq, spec, d, block_q, block_d) -> None:  # type: ignore[no-untyped-def]
     """From numbers as add_to leaves them here."""
+    if spec.packed is not None:
+        packed_rows(sums, dq, spec, d, block_q, block_d)
+        return
     b, rows, heads, _ = dq.data.shape
     assert rows == spec.sizes.sq
     tiles = sums.view(b, heads, -1, 2, block_q, block_d // 2).permute(0, 2, 4, 1, 3, 5)
     whole = tiles.flatten(4).flatten(1, 2)[:, :rows, :, :d]
     assert programs * block_q * block_d == sums.numel()
     dq.data.copy_(whole * spec.scores.scale)
+
+
+def packed_rows(sums, dq, spec, d, block_q, block_d) -> None:  # type: ignore[no-untyped-def]
+    total, heads, _ = dq.data.shape
+    cu, count = spec.packed.cu_seqlens_q.tolist(), spec.packed.count
+    tiles = sums.view(heads, -(-total // block_q) + count + 1, 2, block_q, block_d // 2)
+    tiles = tiles.transpose(2, 3).flatten(3)
+    for number, (start, end) in enumerate(itertools.pairwise([*cu, total])):
+        first, n = start // block_q + number, end - start
+        rows = tiles[:, first : first + -(-n // block_q)].flatten(1, 2)[:, :n, :d]
+        dq.data[start:end] = rows.transpose(0, 1) * spec.scores.scale
+
+
+def schedule_kernel(programs, schedule, tiled, walked, count, total, other, rows, block) -> None:  # type: ignore[no-untyped-def]
+    """Sequences of which many tokens are walked over first; what belongs to none last."""
+    lengths = [b - a for a, b in itertools.pairwise([*tiled.tolist(), total])]
+    walks = [b - a for a, b in itertools.pairwise(walked.tolist())] + [0]
+    order = sorted(range(count + 1), key=lambda number: (-walks[number], number))
+    tiles = [-(-lengths[number] // rows) for number in order]
+    schedule.copy_(torch.tensor([0, *itertools.accumulate(tiles), *order]))

@@ -190,6 +190,16 @@ def test_gradients_left_to_triton(shape, options, reason):
     assert hopper.config(problem)["gradients"] == f"by triton ({reason})"
 
 
+def test_gradients_of_packed_sequences():
+    """Of which each row and key is known to be seen."""
+    q, k, v = (t[0] for t in tensors(sq=300))
+    cu = torch.tensor([0, 100, 300])
+    given = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "causal": True}
+    assert hopper.config(problem_of(q, k, v, **given))["gradients"] == "by hopper"
+    (reason,) = hopper._backward_unsupported(problem_of(q, k, v, **(given | UNEQUAL)))
+    assert reason == "packed sequences: cu_seqlens_q and cu_seqlens_k must be one tensor"
+
+
 def test_the_backward_pass_left_to_triton_is_triton_s(monkeypatch):
     problem = problem_of(*tensors(d=256))
     told = []
@@ -369,10 +379,15 @@ def test_compiles(shape, options, registers, spilled):
         ({"sq": 200, "sk": 300, "d": 64}, {"causal": True, "window_size": (100, None)}, 0),
         ({"sq": 512, "sk": 512, "d": 64}, {"causal": True, "softcap": 9.0}, 0),
         ({"d": 96, "dv": 40}, {}, 24),
+        ({"sq": 300}, {"causal": True, **PACKED}, 224),
+        ({"sq": 300, "d": 64}, PACKED, 0),
     ],
 )
 def test_the_backward_pass_compiles(shape, options, spilled):
-    problem = problem_of(*tensors(**{"b": 4, **shape}), **options)
+    q, k, v = tensors(**{"b": 4, **shape})
+    if "cu_seqlens_q" in options:
+        q, k, v = q[0], k[0], v[0]
+    problem = problem_of(q, k, v, **options)
     assert not hopper._backward_unsupported(problem)
     target = compiling.cuda_target(90)
     *_, kernel, rows = compiling.compile_problem(problem, target, backend="hopper")

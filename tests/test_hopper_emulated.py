@@ -1,6 +1,7 @@
 """The Hopper backward kernel in the emulator: its numbers, and that its warpgroups neither wait for each
 other for ever nor overwrite what another still reads."""
 
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -122,6 +123,44 @@ def test_any_shape_and_band(seed: int) -> None:
             "softcap": dice.choice((None, None, 3.0)),
         }
         check(shape, 100 * seed + number, dice.random() < 0.5, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"causal": True}, {"window_size": (70, 0)}, {"window_size": (20, 130), "softcap": 3.0}],
+)
+@pytest.mark.parametrize(
+    ("lengths", "past"),
+    [
+        ((5,), 0),
+        ((130, 1, 0, 64, 200, 65), 3),
+        ((0, 0, 33), 140),
+        ((7,) * 20, 0),
+        ((128, 256), 0),
+    ],
+)
+def test_packed(lengths: tuple[int, ...], past: int, options: dict[str, Any]) -> None:
+    """Sequences side by side, with NaN in tokens past the last."""
+    torch.manual_seed(len(lengths))
+    total = sum(lengths) + past
+    q, k, v, dout = (t[0] for t in tensors(Shape(sq=total, sk=total, hq=4, hkv=2, d=64, dv=40)))
+    cu = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    options = {**options, "cu_seqlens_q": cu, "cu_seqlens_k": cu}
+    exact = problem_of(q.double(), k.double(), v.double(), **options)
+    result = reference.forward(exact)
+    dlse = torch.randn(result.lse.shape)
+    wanted = reference.backward(exact, result, dout.double(), dlse.double())
+    for t in (q, k, v, dout, dlse.T):
+        t[total - past :] = NAN
+    result = result._replace(lse=result.lse.float())
+    problem = problem_of(q, k, v, **options)
+    assert not hopper._backward_unsupported(problem)
+    got = emulator.backward(problem, result, dout, dlse, past)
+    for name in ("q", "k", "v"):
+        found, want = getattr(got, name), getattr(wanted, name)
+        assert (found[total - past :] == 0).all()
+        room = 2**-8 * want.abs() + 1e-4 * want.abs().max() + 2e-5
+        assert ((found.double() - want).abs() <= room).all(), name
 
 
 def within(*more: int) -> Callable[[Tensor], Tensor]:

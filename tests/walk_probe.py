@@ -22,6 +22,7 @@ from tilewise.backends.triton import base_and_delta
 from tilewise.kernels import twins
 from tilewise.kernels.hopper_backward import rows_kernel
 from tilewise.kernels.hopper_walk import (
+    KeysWalk,
     all_take_the_last,
     blocks_of,
     pairs_seen,
@@ -157,11 +158,11 @@ def check_aligned_tile(problem: Problem, tile: list[int], first: int, last: int)
 
 @triton.jit
 def keys_walk_kernel(
-    out, spec, offset, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, RAGGED: tl.constexpr
+    out, spec, walk, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, RAGGED: tl.constexpr
 ):
     """out: (tiles, 12)."""
     number = tl.program_id(0)
-    work = work_of_keys(number, offset, spec, BLOCK_Q, BLOCK_K, RAGGED)
+    work = work_of_keys(number, walk, spec, BLOCK_Q, BLOCK_K, RAGGED)
     out += number * 12
     tl.store(out, work.at.number)
     tl.store(out + 1, work.kv_head)
@@ -178,17 +179,16 @@ def keys_walk_kernel(
 
 
 @triton.jit
-def pairs_kernel(
-    out, spec, offset, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr
-):
+def pairs_kernel(out, spec, walk, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr):
     """out: [keys, ROWS] and room for the last tile; as the kernel does it, in blocks of queries."""
-    work = work_of_keys(tl.program_id(0), offset, spec, BLOCK_Q, BLOCK_K, True)
+    work = work_of_keys(tl.program_id(0), walk, spec, BLOCK_Q, BLOCK_K, True)
     keys = work.at.tile_start + tl.arange(0, BLOCK_K)
     columns = tl.arange(0, BLOCK_Q)
     for i in range(0, ROWS, BLOCK_Q):
         along = (keys - i)[:, None] - (columns & 6)[None, :]
         high = (columns & ~6)[None, :] + tl.zeros_like(along)
-        seen = pairs_seen(along, high, keys, work.at, spec, True)
+        rows = work.at.sq - i - (columns & 6)[None, :]
+        seen = pairs_seen(along, high, keys, rows, work.at, spec, True)
         tl.store(out + keys[:, None] * ROWS + i + columns[None, :], seen.to(tl.int8))
 
 
@@ -223,20 +223,20 @@ def check_keys(b: int, sq: int, sk: int, kv_heads: int, **options: object) -> No
     problem = problem_of(q, k, k, **options)
     if not hopper._some_key_seen(problem):
         return
-    rows, keys, spec, offset = hopper._seen_part(problem)
+    rows, keys, spec, walk = hopper._seen_part(problem)
     seen = seen_pairs(problem)
     assert torch.equal(seen.any(1).nonzero().squeeze(1), torch.arange(sq)[rows])
     assert torch.equal(seen.any(0).nonzero().squeeze(1), torch.arange(sk)[keys])
     seen = seen[rows, keys]
     n_rows, n_keys = seen.shape
     got = torch.full((-(-n_keys // BLOCK_K) * b * kv_heads, 12), -1, dtype=torch.int32)
-    keys_walk_kernel[(len(got),)](got, spec, offset, BLOCK_Q, BLOCK_K, n_keys % BLOCK_K != 0)
+    keys_walk_kernel[(len(got),)](got, spec, walk, BLOCK_Q, BLOCK_K, n_keys % BLOCK_K != 0)
     wanted = set(itertools.product(range(b), range(kv_heads), range(0, n_keys, BLOCK_K)))
     assert sorted(map(tuple, got[:, :3].tolist())) == sorted(wanted), "each tile once"
     tiles = -(-n_keys // BLOCK_K)
     room = -(-n_rows // BLOCK_Q) * BLOCK_Q
     pairs = torch.full((tiles * BLOCK_K, room), -1, dtype=torch.int8)
-    pairs_kernel[(tiles,)](pairs, spec, offset, BLOCK_Q, BLOCK_K, room)
+    pairs_kernel[(tiles,)](pairs, spec, walk, BLOCK_Q, BLOCK_K, room)
     assert torch.equal(pairs[:n_keys, :n_rows].T == 1, seen)
     assert not pairs[n_keys:].any()
     for batch, _, start, *ends, start_q, start_k, per_head, first_block, line in got.tolist():
@@ -244,6 +244,43 @@ def check_keys(b: int, sq: int, sk: int, kv_heads: int, **options: object) -> No
         assert (start_q, start_k, line) == (0, 0, batch * heads)
         assert per_head == -(-n_rows // BLOCK_Q)
         assert first_block == line * per_head
+
+
+def check_packed_keys(lengths: tuple[int, ...], past: int, **options: object) -> None:
+    """The same of packed sequences, with tokens past the last."""
+    cu = torch.tensor([0, *itertools.accumulate(lengths)])
+    total, kv_heads = int(cu[-1]) + past, 2
+    q, k = torch.empty(total, 4, 8), torch.empty(total, kv_heads, 8)
+    problem = problem_of(q, k, k, cu_seqlens_q=cu, cu_seqlens_k=cu, **options)
+    assert hopper._all_is_seen(problem)
+    spec = twins.spec(problem)
+    schedule = hopper._schedule(k, spec, BLOCK_K, True)
+    walk = KeysWalk(0, schedule, len(lengths).bit_length())
+    most = hopper._all_tiles(k, BLOCK_K, problem.packed) * kv_heads
+    got = torch.full((most, 12), -1, dtype=torch.int32)
+    keys_walk_kernel[(most,)](got, spec, walk, BLOCK_Q, BLOCK_K, True)
+    everywhere = {
+        (number, head, start)
+        for number, n in enumerate((*lengths, past))
+        for head in range(kv_heads)
+        for start in range(0, n, BLOCK_K)
+    }
+    tiles = [x for x in got.tolist() if x[2] < (*lengths, past)[x[0]]]
+    assert sorted(tuple(x[:3]) for x in tiles) == sorted(everywhere), "each tile once"
+    # The others see nothing, and are past the end of what they would be written to.
+    assert all(x[0] == len(lengths) and x[6] == 1 for x in got.tolist() if x not in tiles)
+    parts = {part.number: part for part in sequences(problem)}
+    blocks = set()
+    for number, _, start, *ends, start_q, start_k, per_head, first_block, line in tiles:
+        assert (start_q, start_k, line) == (cu[number], cu[number], 0)
+        assert per_head == -(-total // BLOCK_Q) + len(lengths) + 1
+        if number == len(lengths):
+            assert (ends[0], ends[-1]) == (0, 1)
+            continue
+        check_blocks(seen_pairs(parts[number].problem), start, ends)
+        assert first_block + -(-lengths[number] // BLOCK_Q) <= per_head
+        blocks |= {(first_block + i, number) for i in range(-(-lengths[number] // BLOCK_Q))}
+    assert len({block for block, _ in blocks}) == len(blocks), "no two share a block of sums"
 
 
 def check_rows(width: int, block_d: int) -> None:
@@ -266,6 +303,22 @@ def check_rows(width: int, block_d: int) -> None:
     spec = twins.spec(problem_of(q, q, q, scale=0.5))
     rows_kernel[(12,)](sums, twins.tokens(dq), spec, width, 64, block_d)
     assert torch.equal(dq, 0.5 * want[:, :70, :, :width])
+
+
+def check_packed_rows(lengths: tuple[int, ...], past: int) -> None:
+    """Which block of sums the rows of packed sequences come from: here all numbers of one are its own."""
+    cu = torch.tensor([0, *itertools.accumulate(lengths)])
+    total, heads, count = int(cu[-1]) + past, 2, len(lengths)
+    q = torch.empty(total, heads, 64)
+    tiles = -(-total // 64) + count + 1
+    sums = torch.arange(heads * tiles).float().repeat_interleave(64 * 64)
+    dq = torch.full_like(q, float("nan"))
+    spec = twins.spec(problem_of(q, q, q, cu_seqlens_q=cu, cu_seqlens_k=cu, scale=1.0))
+    rows_kernel[(heads * tiles,)](sums, twins.tokens(dq), spec, 64, 64, 64)
+    for number, (start, end) in enumerate(itertools.pairwise([*cu.tolist(), total])):
+        blocks = torch.arange(end - start) // 64 + start // 64 + number
+        for head in range(heads):
+            assert (dq[start:end, head] == (head * tiles + blocks)[:, None]).all()
 
 
 def check_cleared() -> None:
@@ -342,8 +395,12 @@ def main() -> None:
     ):
         check_keys(1, sq, sk, 1, window_size=window, align=align)
     check_keys(2, 40, 75, 3, causal=True)
+    for window in ((None, None), (None, 0), (9, 0), (20, 5)):
+        for lengths, past in (((5,), 0), ((40, 1, 0, 100, 16, 17), 3), ((0, 0, 33), 20)):
+            check_packed_keys(lengths, past, window_size=window)
     check_rows(64, 64)
     check_rows(96, 128)
+    check_packed_rows((5, 0, 130, 64, 1), 70)
     check_cleared()
     for b, hq, hkv, section in ((3, 4, 2, 1), (2, 6, 3, 5), (1, 5, 1, 2), (2, 4, 4, 100)):
         check(b, 40, 40, hq, hkv, section, causal=True)

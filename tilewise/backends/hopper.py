@@ -308,41 +308,57 @@ def backward(
         return triton.backward(problem, result, dout, dlse, wanted)
     from tilewise.kernels import hopper_backward as kernels
 
-    plan = _backward_plan(problem)
-    rows, keys, spec, offset = _seen_part(problem)
-    q, k, v = (t[:, part] for t, part in zip(problem[:3], (rows, keys, keys), strict=True))
-    dout, out, lse = dout[:, rows], result.out[:, rows], result.lse[..., rows]
+    plan, packed = _backward_plan(problem), problem.packed
+    if packed is None:
+        rows, keys, spec, walk = _seen_part(problem)
+    else:
+        rows, keys, spec = slice(None), slice(None), twins.spec(problem)
+        walk = kernels.KeysWalk(
+            0, _schedule(problem.k, spec, _KEYS, True), spec.packed.count.bit_length()
+        )
+    q, k, v = (t[..., part, :, :] for t, part in zip(problem[:3], (rows, keys, keys), strict=True))
+    dout, out, lse = dout[..., rows, :, :], result.out[..., rows, :, :], result.lse[..., rows]
     # What is left out gets no gradient.
     dq, dk, dv = (
         whole.new_empty(whole.shape) if part.shape == whole.shape else whole.new_zeros(whole.shape)
         for whole, part in zip(problem[:3], (q, k, v), strict=True)
     )
-    tiles = -(-q.shape[1] // plan.block_q) * q.shape[0] * q.shape[2]
-    sums = q.new_empty(tiles * plan.block_q * plan.d, dtype=torch.float32)
-    # It clears the sums, too.
-    assert triton.delta_rows(plan.dv) == plan.block_q
+    tiles = _all_tiles(q, plan.block_q, packed) * q.shape[-2]
+    count = tiles * plan.block_q * plan.d
+    if packed is None:
+        sums = cleared = q.new_empty(count, dtype=torch.float32)
+        assert triton.delta_rows(plan.dv) == plan.block_q
+    else:
+        sums, cleared = q.new_zeros(count, dtype=torch.float32), None
     dlse = None if dlse is None else dlse[..., rows]
-    base, delta = triton.base_and_delta(problem, out, lse, dout, dlse, sums)
+    base, delta = triton.base_and_delta(problem, out, lse, dout, dlse, cleared)
+    view = _view if packed is None else _clipped
     views = (
-        _view(q, plan.block_q, 1, plan.d),
-        _view(k, _KEYS, 1, plan.d),
-        _view(v, _KEYS, 1, plan.dv),
-        _view(dout, plan.block_q, 1, plan.dv),
+        view(q, plan.block_q, 1, plan.d),
+        view(k, _KEYS, 1, plan.d),
+        view(v, _KEYS, 1, plan.dv),
+        view(dout, plan.block_q, 1, plan.dv),
         _line_view(base, plan.block_q),
         _line_view(delta, plan.block_q),
-        _view(dk[:, keys], _KEYS, 1, plan.d),
-        _view(dv[:, keys], _KEYS, 1, plan.dv),
+        view(dk[..., keys, :, :], _KEYS, 1, plan.d),
+        view(dv[..., keys, :, :], _KEYS, 1, plan.dv),
     )
     maxnreg, registers = _REGISTERS[2]
-    ragged = k.shape[1] % _KEYS != 0
+    ragged = packed is not None or k.shape[1] % _KEYS != 0
     tile = kernels.Tile(*map(kernels.constexpr, (*plan[:4], ragged, plan.held, registers)))
-    programs = -(-k.shape[1] // _KEYS) * k.shape[0] * k.shape[2]
+    programs = _all_tiles(k, _KEYS, packed) * k.shape[-2]
     options = {"num_warps": 4, "maxnreg": maxnreg}
-    launch(kernels.backward_kernel, programs, q.device, *views, sums, spec, offset, tile, **options)
-    place = twins.tokens(dq[:, rows])
-    sides = (q.shape[3], plan.block_q, plan.d)
+    launch(kernels.backward_kernel, programs, q.device, *views, sums, spec, walk, tile, **options)
+    place = twins.tokens(dq[..., rows, :, :])
+    sides = (q.shape[-1], plan.block_q, plan.d)
     launch(kernels.rows_kernel, tiles, q.device, sums, place, spec, *sides)
     return Gradients(dq, dk, dv, Scores(problem.scores.scale))
+
+
+def _all_tiles(t: Tensor, block: int, packed: Any) -> int:
+    """Tiles of so many tokens, of one head: of all batch entries, or as many as packed sequences may need."""
+    tiles = -(-t.shape[-3] // block)
+    return tiles * t.shape[0] if packed is None else tiles + packed.cu_seqlens_q.shape[0]
 
 
 def gradients_left_to(problem: Problem) -> str | None:
@@ -354,12 +370,13 @@ def _backward_unsupported(problem: Problem) -> list[str]:
     """Why the gradients are left to the Triton backend."""
     s = problem.scores
     given = {
-        "packed sequences": problem.packed,
         "key_range": problem.key_range,
         "alibi_slopes": s.alibi_slopes,
         "sinks": s.sinks,
     }
     reasons = [f"{name}: not served" for name, value in given.items() if value is not None]
+    if problem.packed is not None and not _all_is_seen(problem):
+        reasons.append("packed sequences: cu_seqlens_q and cu_seqlens_k must be one tensor")
     if problem.deterministic:
         reasons.append("deterministic: the order of sums differs from run to run")
     widths = {"q": problem.q.shape[-1], "v": problem.v.shape[-1]}
@@ -369,6 +386,14 @@ def _backward_unsupported(problem: Problem) -> list[str]:
                 f"the head dim of {name} must be a multiple of 8 up to {_LARGEST_BACKWARD}, got {width}"
             )
     return reasons
+
+
+def _all_is_seen(problem: Problem) -> bool:
+    """Whether every packed row sees a key, and every key is seen: nothing can get out of hidden tokens."""
+    packed, band = problem.packed, problem.band
+    assert packed is not None
+    within = all(side is None or side >= 0 for side in (band.left, band.right))
+    return packed.cu_seqlens_q is packed.cu_seqlens_k and within
 
 
 class _BackwardPlan(NamedTuple):
@@ -388,9 +413,11 @@ def _backward_plan(problem: Problem) -> _BackwardPlan:
     return _BackwardPlan(_GROUP_ROWS, d, dv, 3, d == dv == 64)
 
 
-def _seen_part(problem: Problem) -> tuple[slice, slice, Any, int]:
-    """Of a dense problem with a band: the rows that see a key, the keys that are seen, the Spec of that part,
-    and the offset of its first row's position."""
+def _seen_part(problem: Problem) -> tuple[slice, slice, Any, Any]:
+    """Of a dense problem with a band: the rows that see a key, the keys that are seen, and the Spec and
+    KeysWalk of that part."""
+    from tilewise.kernels.hopper_walk import KeysWalk
+
     band, sq, sk = problem.band, problem.q.shape[1], problem.k.shape[1]
     offset = band.offset(sq, sk)
     first = 0 if band.right is None else -offset - band.right
@@ -398,11 +425,12 @@ def _seen_part(problem: Problem) -> tuple[slice, slice, Any, int]:
     rows, keys = slice(max(first, 0), min(last, sq)), slice(*_seen_keys(problem))
     spec = twins.spec(problem)
     sizes = spec.sizes._replace(sq=rows.stop - rows.start, sk=keys.stop - keys.start)
-    return rows, keys, spec._replace(sizes=sizes), offset + rows.start - keys.start
+    walk = KeysWalk(offset + rows.start - keys.start, None, None)
+    return rows, keys, spec._replace(sizes=sizes), walk
 
 
 def _line_view(lines: Tensor, rows: int) -> Any:
-    """How the TMA engine sees (B, H, S): in parts of so many numbers."""
+    """How the TMA engine sees (B, H, S), packed (H, total): in parts of so many numbers."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -526,13 +554,16 @@ def _section(heads: int, groups: int, kv_bytes: int, share: int) -> int:
     return -(-heads // -(-heads // most))
 
 
-def _schedule(q: Tensor, spec: Any, rows: int) -> Tensor:
+def _schedule(t: Tensor, spec: Any, rows: int, of_keys: bool = False) -> Tensor:
+    """Of tiles of so many rows of packed q, sequences with many keys first; or of k, with many queries."""
     from tilewise.kernels.hopper_schedule import schedule_kernel
 
     packed, sizes, block = spec.packed, spec.sizes, 64
-    schedule = torch.empty(2 * packed.count + 3, dtype=torch.int32, device=q.device)
-    arguments = (schedule, *packed[:3], sizes.sq, sizes.sk, rows, block)
-    launch(schedule_kernel, -(-(packed.count + 1) // block), q.device, *arguments)
+    schedule = torch.empty(2 * packed.count + 3, dtype=torch.int32, device=t.device)
+    sides = [(packed.cu_seqlens_q, sizes.sq), (packed.cu_seqlens_k, sizes.sk)]
+    (tiled, total), (walked, other) = reversed(sides) if of_keys else sides
+    arguments = (schedule, tiled, walked, packed.count, total, other, rows, block)
+    launch(schedule_kernel, -(-(packed.count + 1) // block), t.device, *arguments)
     return schedule
 
 

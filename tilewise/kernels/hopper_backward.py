@@ -52,10 +52,10 @@ from tilewise.kernels.hopper_pipeline import (
     wait_empty,
     wait_full,
 )
-from tilewise.kernels.hopper_walk import pairs_seen, work_of_keys
+from tilewise.kernels.hopper_walk import KeysWalk, pairs_seen, work_of_keys
 from tilewise.kernels.score import NEG_INF, constexpr, logits, place, probabilities, tile_pointers
 
-__all__ = ["Tile", "backward_kernel", "constexpr", "rows_kernel"]
+__all__ = ["KeysWalk", "Tile", "backward_kernel", "constexpr", "rows_kernel"]
 
 # Each has so many keys of a tile.
 _GROUPS = gl.constexpr(2)
@@ -102,19 +102,22 @@ class Shared(NamedTuple):
 
 
 @gluon.jit
-def _work(spec, offset, tile):
+def _work(spec, walk, tile):
     BLOCK_K: gl.constexpr = _GROUPS * GROUP_ROWS
-    return work_of_keys(gl.program_id(0), offset, spec, tile.BLOCK_Q, BLOCK_K, tile.RAGGED)
+    return work_of_keys(gl.program_id(0), walk, spec, tile.BLOCK_Q, BLOCK_K, tile.RAGGED)
 
 
 # ------------------------------------------------------------------ the producer
 
 
 @gluon.jit
-def _produce(views, shared, spec, offset, tile):
-    work = _work(spec, offset, tile)
+def _produce(views, shared, spec, walk, tile):
+    work = _work(spec, walk, tile)
     at = work.at
-    keys = Part(at.number, at.start_k, at.sk)
+    # Nothing is read of tokens that belong to no sequence.
+    keys = Part(
+        at.number, at.start_k, at.sk if spec.packed is None else gl.where(at.real, at.sk, 0)
+    )
     queries = Part(at.number, at.start_q, at.sq)
     load_tile(views.k, keys, at.tile_start, work.kv_head, shared.k, 0)
     load_tile(views.v, keys, at.tile_start, work.kv_head, shared.v, 0)
@@ -138,10 +141,12 @@ def _produce(views, shared, spec, offset, tile):
 
 
 @gluon.jit
-def _consume(views, shared, dq, spec, offset, tile, GROUP: gl.constexpr):
+def _consume(views, shared, dq, spec, walk, tile, GROUP: gl.constexpr):
     BANDED: gl.constexpr = (spec.band.left is not None) or (spec.band.right is not None)
     EDGE: gl.constexpr = BANDED or tile.RAGGED
-    work = _work(spec, offset, tile)
+    # Whether the last blocks of queries may be an edge.
+    TAIL: gl.constexpr = (spec.band.left is not None) or (spec.packed is not None)
+    work = _work(spec, walk, tile)
     at = work.at
     LAYOUT: gl.constexpr = gl.SliceLayout(1, product_layout(tile.BLOCK_Q))
     keys = at.tile_start + GROUP * GROUP_ROWS + gl.arange(0, GROUP_ROWS, LAYOUT)
@@ -184,7 +189,7 @@ def _consume(views, shared, dq, spec, offset, tile, GROUP: gl.constexpr):
                 spec, tile, GROUP, False, False,
             )  # fmt: skip
             count += 1
-        if spec.band.left is not None:
+        if TAIL:
             for block in range(gl.maximum(i, work.full_last), work.last, tile.BLOCK_Q):
                 dk, dv, before = _step(
                     dk, dv, before, own_k, own_v, shared, count, block, first_tile, keys, at, head, dq,
@@ -264,7 +269,7 @@ def _step(
     capped = logits(s, at, head, high, along, None, spec)
     s = capped.s
     if EDGE:
-        seen = pairs_seen(along, high, keys, at, spec, tile.RAGGED)
+        seen = pairs_seen(along, high, keys, at.sq - i - low, at, spec, tile.RAGGED)
         s = gl.where(seen, s, NEG_INF)
     p = probabilities(s, base[None, :], 0.0, spec)
     pairs = pack(p, dtype)
@@ -330,9 +335,9 @@ def _add_queries(part, dq, number, tile, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def _backward_kernel(q, k, v, dout, base, delta, dk, dv, dq, spec, offset, tile):
+def _backward_kernel(q, k, v, dout, base, delta, dk, dv, dq, spec, walk, tile):
     """q, k, v, dout, dk, dv: descriptors of tiles; base, delta: of lines; dq: float32, as `as_rows` has it;
-    spec: Spec; offset: of row 0's position; tile: Tile. Grid: (tiles of keys · key heads · batch entries,)."""
+    spec: Spec; walk: KeysWalk; tile: Tile. Grid: (tiles of keys · key heads · batch entries,)."""
     dtype: gl.constexpr = q.dtype
     BLOCK_K: gl.constexpr = _GROUPS * GROUP_ROWS
     LINES: gl.constexpr = gl.NVMMASharedLayout(0, 32, 1)
@@ -351,9 +356,9 @@ def _backward_kernel(q, k, v, dout, base, delta, dk, dv, dq, spec, offset, tile)
     fence_async_shared()
     gl.warp_specialize(
         [
-            (_produce, (views, shared, spec, offset, tile)),
-            (_consume, (views, shared, dq, spec, offset, tile, 0)),
-            (_consume, (views, shared, dq, spec, offset, tile, 1)),
+            (_produce, (views, shared, spec, walk, tile)),
+            (_consume, (views, shared, dq, spec, walk, tile, 0)),
+            (_consume, (views, shared, dq, spec, walk, tile, 1)),
         ],
         [4, 4],
         [tile.REGISTERS, tile.REGISTERS],
@@ -368,6 +373,8 @@ backward_kernel = General(_backward_kernel)
 def rows_kernel(sums, dq, spec, D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr):
     """dq: Tokens, from the sums that backward_kernel left. Grid: (blocks of queries · heads · batch entries,)."""
     tiles = tl.cdiv(spec.sizes.sq, BLOCK_Q)
+    if spec.packed is not None:
+        tiles += spec.packed.count + 1
     program = tl.program_id(0)
     head = program // tiles % spec.sizes.heads
     at = place(program % tiles, program // tiles // spec.sizes.heads, spec, BLOCK_Q, False)

@@ -109,16 +109,8 @@ def work_of(
 def _packed_place(tile, walk, spec, ROWS: tl.constexpr):
     """The place of a tile of packed sequences, the last of each sequence first. Keys past those that some
     row of the sequence sees do not count."""
-    count = spec.packed.count
-    rank = tile * 0
-    beyond = count + 1 + rank
-    for _ in range(walk.steps):
-        middle = (rank + beyond) // 2
-        before = tl.load(walk.schedule + middle) <= tile
-        rank = tl.where(before, middle, rank)
-        beyond = tl.where(before, beyond, middle)
-    number = tl.load(walk.schedule + count + 2 + rank)
-    real = number < count
+    rank, number = _scheduled(tile, walk, spec)
+    real = number < spec.packed.count
     start_q, sq = span(spec.packed.cu_seqlens_q, number, real, spec.sizes.sq)
     start_k, sk = span(spec.packed.cu_seqlens_k, number, real, spec.sizes.sk)
     sk = tl.where(real, sk, 0)
@@ -129,6 +121,20 @@ def _packed_place(tile, walk, spec, ROWS: tl.constexpr):
         sk = tl.minimum(sk, tl.maximum(sq + offset + spec.band.right, 0))
     start = (tl.load(walk.schedule + rank + 1) - 1 - tile) * ROWS
     return Place(start, real, number, 0, start_q, start_k, sq, sk, offset)
+
+
+@triton.jit
+def _scheduled(tile, walk, spec):
+    """The rank of the sequence that a tile is of, and its number."""
+    count = spec.packed.count
+    rank = tile * 0
+    beyond = count + 1 + rank
+    for _ in range(walk.steps):
+        middle = (rank + beyond) // 2
+        before = tl.load(walk.schedule + middle) <= tile
+        rank = tl.where(before, middle, rank)
+        beyond = tl.where(before, beyond, middle)
+    return rank, tl.load(walk.schedule + count + 2 + rank)
 
 
 @triton.constexpr_function
@@ -157,13 +163,22 @@ def blocks_of(rows, i0, work, spec, ROWS: tl.constexpr, BLOCK_K: tl.constexpr):
     return Blocks(full_first, full_last, last, width)
 
 
+class KeysWalk(NamedTuple):
+    """Tiles of keys. Dense: those of one head after the other; `offset` of row 0's position. Packed: a `schedule`
+    of tiles of keys, which are searched for in `steps` steps, of all heads before the next."""
+
+    offset: Any
+    schedule: Any
+    steps: Any
+
+
 class KeysWork(NamedTuple):
     """A tile of keys: where it is, its head, and the blocks of queries that see some of it: those that begin at
     `first`, … before `last`. All rows of those from full_first on and before full_last see all of it. These
     are multiples of a block, or `last`.
 
-    Blocks of queries are numbered, `per_head` of each head, those of the first head of this batch entry from
-    `first_block` on. Its rows lie in lines from number `line` on."""
+    Blocks of queries are numbered, `per_head` of each head, those of this sequence from `first_block` on. Its
+    rows lie in lines from number `line` on, that of the first head."""
 
     at: Place
     kv_head: Any
@@ -178,39 +193,65 @@ class KeysWork(NamedTuple):
 
 @triton.jit
 def work_of_keys(
-    number, offset, spec, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, RAGGED: tl.constexpr
+    number, walk, spec, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, RAGGED: tl.constexpr
 ):
-    """Tile `number` of a dense problem: those of one head after the other. `offset`: of row 0's position.
-    RAGGED: the last tile of keys may be cut short."""
+    """Tile `number` of a walk. RAGGED: the last tile of keys may be cut short."""
     sizes = spec.sizes
-    tiles = tl.cdiv(sizes.sk, BLOCK_K)
-    owner = number // tiles
-    batch = owner // sizes.kv_heads
-    start = number % tiles * BLOCK_K
-    at = Place(start, True, batch, batch.to(tl.int64), 0, 0, sizes.sq, sizes.sk, offset)
-    edges = bounds_of_keys(start, tl.minimum(start + BLOCK_K, sizes.sk), at, spec)
+    per_head = tl.cdiv(sizes.sq, BLOCK_Q)
+    if spec.packed is None:
+        tiles = tl.cdiv(sizes.sk, BLOCK_K)
+        owner = number // tiles
+        kv_head = owner % sizes.kv_heads
+        batch = owner // sizes.kv_heads
+        start = number % tiles * BLOCK_K
+        at = Place(start, True, batch, batch.to(tl.int64), 0, 0, sizes.sq, sizes.sk, walk.offset)
+        line = batch * sizes.heads
+        first_block = line * per_head
+    else:
+        kv_head = number % sizes.kv_heads
+        at = _packed_keys_place(number // sizes.kv_heads, walk, spec, BLOCK_K)
+        line = number * 0
+        per_head += spec.packed.count + 1
+        first_block = at.start_q // BLOCK_Q + at.number
+    edges = bounds_of_keys(at.tile_start, tl.minimum(at.tile_start + BLOCK_K, at.sk), at, spec)
     steps = walks(edges, BLOCK_Q, False)
     # Keys that no row sees get one block, in which all is hidden.
-    first = tl.minimum(steps.first, (sizes.sq - 1) // BLOCK_Q * BLOCK_Q)
+    first = tl.minimum(steps.first, tl.maximum(at.sq - 1, 0) // BLOCK_Q * BLOCK_Q)
     last = tl.maximum(steps.last, first + 1)
     full_first = steps.full_first
-    # Rows past the last are zeros, and add nothing.
-    full_last = tl.where(edges.full_last < sizes.sq, steps.full_last, last)
+    full_last = steps.full_last
+    if spec.packed is None:
+        # Rows past the last are zeros, and add nothing.
+        full_last = tl.where(edges.full_last < at.sq, full_last, last)
     if RAGGED:
-        full_first = tl.where(start + BLOCK_K > sizes.sk, last, full_first)
+        full_first = tl.where(at.tile_start + BLOCK_K > at.sk, last, full_first)
     full_last = tl.maximum(full_last, full_first)
-    line = batch * sizes.heads
-    per_head = tl.cdiv(sizes.sq, BLOCK_Q)
-    kv_head = owner % sizes.kv_heads
-    first_block = line * per_head
     return KeysWork(at, kv_head, first, full_first, full_last, last, per_head, first_block, line)
 
 
 @triton.jit
-def pairs_seen(along, high, keys, at, spec, RAGGED: tl.constexpr):
-    """Which pairs of a tile [keys, queries] are seen: `along` and `high` are the numbers of keys and queries less
-    a common number, such that high is known at compile time."""
+def _packed_keys_place(tile, walk, spec, BLOCK_K: tl.constexpr):
+    """The place of a tile of keys. Tokens that belong to no sequence are seen by none; tiles past the last are
+    past the end of those."""
+    rank, number = _scheduled(tile, walk, spec)
+    real = number < spec.packed.count
+    start_q, sq = span(spec.packed.cu_seqlens_q, number, real, spec.sizes.sq)
+    start_k, sk = span(spec.packed.cu_seqlens_k, number, real, spec.sizes.sk)
+    sq = tl.where(real, sq, 0)
+    offset = sk * 0
+    if spec.band.bottom_right:
+        offset = sk - sq
+    start = (tile - tl.load(walk.schedule + rank)) * BLOCK_K
+    return Place(start, real, number, 0, start_q, start_k, sq, sk, offset)
+
+
+@triton.jit
+def pairs_seen(along, high, keys, rows, at, spec, RAGGED: tl.constexpr):
+    """Which pairs of a tile [keys, queries] are seen: `along`, `high` and `rows` are the numbers of keys and
+    queries and the end of the sequence, less a common number, such that high is known at compile time."""
     seen = high >= 0
+    if spec.packed is not None:
+        seen = seen & (high < rows)
     if spec.band.right is not None:
         seen = seen & (high >= along - (at.offset + spec.band.right))
     if spec.band.left is not None:
