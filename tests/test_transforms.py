@@ -161,7 +161,7 @@ def test_b63_operators_keep_their_word(backend, case, gradient):
     for cotangent in (dlse, None):
         torch.library.opcheck(
             torch.ops.tilewise.backward.default,
-            [dout, cotangent, *results, [True] * 3, *given],
+            [dout, cotangent, *results, "bias alibi_slopes sinks", *given],
             test_utils=CHECKS,
         )
 
@@ -170,11 +170,15 @@ def test_b63_fakes_have_the_strides_of_results(backend):
     for changes in OPERATOR_CASES.values():
         given = arguments(backend, **changes)
         real = torch.ops.tilewise.forward(*given)
-        real += torch.ops.tilewise.backward(real[0], real[1], *real, [True] * 3, *given)
+        real += torch.ops.tilewise.backward(
+            real[0], real[1], *real, "bias alibi_slopes sinks", *given
+        )
         with FakeTensorMode() as mode:
             given = [mode.from_tensor(a) if isinstance(a, Tensor) else a for a in given]
             fake = torch.ops.tilewise.forward(*given)
-            fake += torch.ops.tilewise.backward(fake[0], fake[1], *fake, [True] * 3, *given)
+            fake += torch.ops.tilewise.backward(
+                fake[0], fake[1], *fake, "bias alibi_slopes sinks", *given
+            )
         for a, b in zip(real, fake, strict=True):
             assert (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
 

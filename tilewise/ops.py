@@ -4,10 +4,13 @@ Two operators run a backend by name, `tilewise::forward` and `tilewise::backward
 autograd.Function as its rule for autograd and for the transforms of torch.func, since the rules that
 torch.library generates know no forward mode and refuse torch.func.grad. torch.compile and
 torch.export, which cannot trace a Function with a forward mode, see the operator alone.
+
+`wanted` of the second names the scores whose gradients are, between spaces: transforms map what is in lists.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -81,9 +84,7 @@ def gradients(
 ) -> tuple[Tensor, ...]:
     """dq, dk and dv, differentiable."""
     arguments = _flatten(problem, backend)
-    return torch.ops.tilewise.backward(
-        dout, dlse, *result, (False,) * len(SCORE_NAMES), *arguments
-    )[:3]
+    return torch.ops.tilewise.backward(dout, dlse, *result, "", *arguments)[:3]
 
 
 def _score_tensors(problem: Problem) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -149,14 +150,13 @@ def _backward(
     out: Tensor,
     lse: Tensor,
     lse_low: Tensor,
-    wanted: Sequence[bool],
+    wanted: str,
     *arguments: Any,
 ) -> tuple[Tensor, ...]:
     problem = _unflatten(arguments)
-    names = [name for name, is_wanted in zip(SCORE_NAMES, wanted, strict=True) if is_wanted]
     backward = dispatch.backend(arguments[-1]).backward
     with without_autocast(dout.device):
-        g = backward(problem, Result(out, lse, lse_low), dout, dlse, names)
+        g = backward(problem, Result(out, lse, lse_low), dout, dlse, wanted.split())
     scores = [getattr(g.scores, name) for name in SCORE_NAMES]
     return (g.q, g.k, g.v, *(problem.q.new_empty(0) if t is None else t for t in scores))
 
@@ -167,15 +167,15 @@ def _backward_fake(
     out: Tensor,
     lse: Tensor,
     lse_low: Tensor,
-    wanted: Sequence[bool],
+    wanted: str,
     *arguments: Any,
 ) -> tuple[Tensor, ...]:
     q, k, v, *scores = arguments[:_DIFFERENTIABLE]
     return (
         *(t.new_empty(t.shape) for t in (q, k, v)),
         *(
-            q.new_empty(0) if t is None or not is_wanted else t.new_empty(t.shape)
-            for t, is_wanted in zip(scores, wanted, strict=True)
+            t.new_empty(t.shape) if t is not None and name in wanted.split() else q.new_empty(0)
+            for name, t in zip(SCORE_NAMES, scores, strict=True)
         ),
     )
 
@@ -200,7 +200,8 @@ def _forward_vjp(
         return (*(None,) * _DIFFERENTIABLE, *rest)
     if dout is None:
         dout = torch.zeros_like(out)
-    arguments = (dout, dlse, out, lse, lse_low, needed[3:], *tensors, *ctx.options)
+    wanted = " ".join(itertools.compress(SCORE_NAMES, needed[3:]))
+    arguments = (dout, dlse, out, lse, lse_low, wanted, *tensors, *ctx.options)
     if numbers_only(dout, dlse, *tensors[:_DIFFERENTIABLE]):
         grads = _backward(*arguments)
     else:
@@ -223,7 +224,7 @@ def _backward_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, .
     ctx.save_for_backward(*tensors)
     ctx.save_for_forward(*tensors)
     ctx.options = tuple(arguments[_TENSORS:])
-    ctx.wanted = (True, True, True, *wanted)  # of q, k and v, too
+    ctx.wanted = ("q", "k", "v", *wanted.split())
 
 
 def _saved_backward(ctx: Any) -> tuple[Problem, list[tuple[str, Tensor]]]:
@@ -269,8 +270,10 @@ def _backward_jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, ...]:
     )
     by_name = dict(zip(names, results, strict=True))
     return tuple(
-        by_name[name].to(t.dtype) if name in by_name and is_wanted else problem.q.new_empty(0)
-        for (name, t), is_wanted in zip(_operands(problem), ctx.wanted, strict=True)
+        by_name[name].to(t.dtype)
+        if name in by_name and name in ctx.wanted
+        else problem.q.new_empty(0)
+        for name, t in _operands(problem)
     )
 
 
@@ -370,7 +373,7 @@ def _fold(t: Tensor, dim: int | None, count: int, size: int) -> Tensor:
 _library = torch.library.Library("tilewise", "DEF")
 _library.define(f"forward({_ARGUMENTS}) -> (Tensor, Tensor, Tensor)")
 _library.define(
-    "backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor lse_low, bool[] wanted, "
+    "backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor lse_low, str wanted, "
     f"{_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 _library.impl("forward", _forward, "CompositeExplicitAutograd")
