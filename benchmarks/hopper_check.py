@@ -9,10 +9,10 @@ libcudart.so.12). The log and a row of each check go to hopper-check.log and .cs
 or the current one), speeds to hopper_speed.json and hopper_backward.json; speeds and what is wrong are
 printed. `variants` times other plans than the chosen ones.
 
-`sanitize` has one small case of each kind of kernel, to be run by itself:
+`sanitize` and `sanitize-gradients` have one small case of each kind of kernel, to be run by themselves:
 
-    compute-sanitizer --tool racecheck --kernel-name kns=forward_kernel --kernel-name kns=schedule_kernel \\
-        python benchmarks/hopper_check.py --inside sanitize
+    compute-sanitizer --tool racecheck --kernel-name kns=forward_kernel --kernel-name kns=backward_kernel \\
+        --kernel-name kns=schedule_kernel python benchmarks/hopper_check.py --inside sanitize
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ from tilewise.tuning import timing
 from tilewise.tuning.search import poisoned
 from tilewise.tuning.workers import start_worker
 
-CHECKS = ("plain", "features", "shapes", "packed", "gradients", "probes", "odd", "sanitize")
+CHECKS = ("plain", "features", "shapes", "packed", "gradients", "probes", "odd")
+SANITIZED = ("sanitize", "sanitize-gradients")
+OF_GRADIENTS = ("gradients", "sanitize-gradients")
 # Of the checks together, and of what is timed.
 MOST_SECONDS = 600.0
 # A case of `sanitize` may run in compute-sanitizer.
@@ -261,6 +263,15 @@ def gradient_cases() -> Iterator[Case]:
         yield dense(f"gradients, D {d}, Dv {dv}", causal, sq=300, head_dim=d, value_dim=dv)
 
 
+def sanitized_gradients() -> Iterator[Case]:
+    small = {"batch": 1, "heads": 2, "kv_heads": 1, "sq": 200, "sk": 300}
+    yield dense("gradients, causal", causal, **small)
+    yield dense("gradients, window, D64", features()["window 100, 20"], **small, head_dim=64)
+    yield dense("gradients, softcap, Dv 40", features()["softcap"], **small, value_dim=40)
+    lengths = tuple((n, n) for n in (100, 0, 3, 130))
+    yield dense("gradients, packed", causal, **small, layout="packed", lengths=lengths)
+
+
 CASES_OF: dict[str, Callable[[], Iterator[Case]]] = {
     "packed": packed_cases,
     "sanitize": sanitized_cases,
@@ -268,6 +279,7 @@ CASES_OF: dict[str, Callable[[], Iterator[Case]]] = {
     "features": feature_cases,
     "shapes": shape_cases,
     "gradients": gradient_cases,
+    "sanitize-gradients": sanitized_gradients,
 }
 
 
@@ -287,9 +299,9 @@ def checks(part: str) -> Iterator[Check]:
     else:
         for case, dtype in served_cases(part):
             run_it = lambda c=case, t=dtype: judged(make_call(c, t, "cuda"), t)  # noqa: E731
-            if part == "gradients":
+            if part in OF_GRADIENTS:
                 run_it = lambda c=case, t=dtype: gradients_judged(c, t)  # noqa: E731
-            patience = SANITIZED_PATIENCE if part == "sanitize" else PATIENCE
+            patience = SANITIZED_PATIENCE if part in SANITIZED else PATIENCE
             yield Check(f"{case}, {short(dtype)}", run_it, patience)
 
 
@@ -775,14 +787,15 @@ def compile_all(parts: list[str]) -> None:
     # Inherited: two tensors that are one would arrive as two.
     _jobs[:] = distinct.values()
     with multiprocessing.get_context("fork").Pool(os.cpu_count(), start_worker) as pool:
-        for line in pool.imap_unordered(compile_one, range(len(_jobs))):
-            if line:
-                say(line)
-    say(f"compiled in {time.monotonic() - started:.0f} s")
+        lines = [line for line in pool.imap_unordered(compile_one, range(len(_jobs))) if line]
+    for line in (*lines, f"compiled in {time.monotonic() - started:.0f} s"):
+        say(line)
+    if any("NOT COMPILED" in line for line in lines):
+        sys.exit("some do not compile")
 
 
 def what_is_needed(parts: list[str]) -> Iterator[tuple[Problem, Variant]]:
-    for part in CASES_OF.keys() & set(parts) - {"gradients"}:
+    for part in CASES_OF.keys() & set(parts) - set(OF_GRADIENTS):
         for case, dtype in served_cases(part):
             yield make_call(case, dtype).problem(), Variant()
     if "speed" in parts:
@@ -797,8 +810,8 @@ def what_is_needed(parts: list[str]) -> Iterator[tuple[Problem, Variant]]:
 
 
 def gradients_needed(parts: list[str]) -> Iterator[Problem]:
-    if "gradients" in parts:
-        for case, dtype in served_cases("gradients"):
+    for part in set(OF_GRADIENTS) & set(parts):
+        for case, dtype in served_cases(part):
             yield gradient_call(case, dtype).problem()
     if "backward" in parts:
         for d, s, flag in backward_cells():
@@ -1227,8 +1240,9 @@ def main() -> None:
         "variants": variants,
         "launch": launch_cost,
     }
-    known = ("compile", *CHECKS, *timed)
-    usual = [part for part in known if part not in ("sanitize", "variants")]
+    checked = (*CHECKS, *SANITIZED)
+    known = ("compile", *checked, *timed)
+    usual = [part for part in known if part not in (*SANITIZED, "variants")]
     parser.add_argument("--parts", default=",".join(usual), help=f"of {', '.join(known)}")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")))
     parser.add_argument("--inside", help=argparse.SUPPRESS)
@@ -1237,7 +1251,7 @@ def main() -> None:
     parts = given.parts.split(",")
     if unknown := set(parts) - set(known):
         parser.error(f"--parts must be of {', '.join(known)}, got {', '.join(sorted(unknown))}")
-    if given.inside in CHECKS:
+    if given.inside in checked:
         run_part(given.inside, checks(given.inside), given.skip)
     elif given.inside is not None:
         # What failed once is not begun again.
@@ -1250,7 +1264,7 @@ def main() -> None:
             __file__, "hopper-check", given.out, ("--parts", given.parts, "--out", str(given.out))
         )
         run.together([part for part in parts if part == "compile"], MOST_SECONDS)
-        run.together([part for part in parts if part in CHECKS], MOST_SECONDS)
+        run.together([part for part in parts if part in checked], MOST_SECONDS)
         for part in timed:
             run.together([part] if part in parts else [], MOST_SECONDS)
         print(run.summary())
