@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import functools
 import itertools
 import json
 import lzma
@@ -298,11 +299,9 @@ def checks(part: str) -> Iterator[Check]:
         yield from odd_checks()
     else:
         for case, dtype in served_cases(part):
-            run_it = lambda c=case, t=dtype: judged(make_call(c, t, "cuda"), t)  # noqa: E731
-            if part in OF_GRADIENTS:
-                run_it = lambda c=case, t=dtype: gradients_judged(c, t)  # noqa: E731
+            judge = gradients_judged if part in OF_GRADIENTS else case_judged
             patience = SANITIZED_PATIENCE if part in SANITIZED else PATIENCE
-            yield Check(f"{case}, {short(dtype)}", run_it, patience)
+            yield Check(f"{case}, {short(dtype)}", functools.partial(judge, case, dtype), patience)
 
 
 # ------------------------------------------------------------------ judging
@@ -332,6 +331,10 @@ def judged(call: Call, dtype: torch.dtype) -> str:
     return "; ".join(wrong)
 
 
+def case_judged(case: Case, dtype: torch.dtype) -> str:
+    return judged(make_call(case, dtype, "cuda"), dtype)
+
+
 def gradients_judged(case: Case, dtype: torch.dtype) -> str:
     """What is wrong with a case, forward and backward, in memory that is full of NaN."""
     call = gradient_call(case, dtype, "cuda")
@@ -349,9 +352,8 @@ def gradients_judged(case: Case, dtype: torch.dtype) -> str:
 def gradient_call(case: Case, dtype: torch.dtype, device: str = "cpu") -> Call:
     """A case's call; of packed sequences with one tensor of lengths for q and k, which are equal."""
     call = make_call(case, dtype, device)
-    call.arguments["deterministic"] = (
-        False  # though poisoned memory is had by asking for the opposite
-    )
+    # Though poisoned memory is had by asking for the opposite.
+    call.arguments["deterministic"] = False
     if case.layout == "packed":
         call.arguments["cu_seqlens_k"] = call.arguments["cu_seqlens_q"]
     return call
@@ -879,9 +881,12 @@ def cells() -> Iterator[tuple[int, int, bool]]:
 
 def graphed(f: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
     """A replay of what a function launches, and where it leaves its result."""
-    result: list[Any] = []
-    replay = timing.graphed(lambda: result.__setitem__(slice(None), [f()]))
-    return replay, result[0]
+    results: list[Any] = []
+
+    def call() -> None:
+        results[:] = [f()]
+
+    return timing.graphed(call), results[0]
 
 
 def milliseconds(f: Callable[[], Any]) -> float:
@@ -959,16 +964,16 @@ def backward_speed(folder: Path) -> None:
         problem = tilewise.api.problem_of(q, k, v, causal=flag)
         with watched(f"backward {d} {s} {flag}"):
             result = hopper.forward(problem)
-            ours = graphed(lambda: hopper.backward(problem, result, dout, None)[:3])  # noqa: B023
+            ours = graphed(functools.partial(hopper.backward, problem, result, dout, None))
             calls = {"tilewise": ours[0], "cudnn": cudnn_backward(q, k, v, dout, flag)}
             off = math.nan
             if fa3 is not None:
                 theirs = [torch.empty_like(t) for t in (q, k, v)]
                 given = (dout, q, k, v, result.out, result.lse, *theirs)
                 options = {"softmax_scale": d**-0.5, "is_causal": flag}
-                calls["fa3"] = graphed(lambda: fa3.bwd(*given, **options))[0]  # noqa: B023
+                calls["fa3"] = graphed(functools.partial(fa3.bwd, *given, **options))[0]
                 calls["tilewise"]()
-                off = max(map(distance, ours[1], theirs))
+                off = max(map(distance, ours[1][:3], theirs))
             rate = rates(calls, 2.5 * 4.0 * b * h * s * s * d / (2 if flag else 1))
         rows.append(told(d, s, flag, rate, off))
         (folder / "hopper_backward.json").write_text(json.dumps(rows))

@@ -587,7 +587,17 @@ def poisoned() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-def delta_kernel(programs, out, dout, dlse, lse, base, delta, cleared, *sides) -> None:  # type: ignore[no-untyped-def]
+def delta_kernel(
+    programs: int,
+    out: Any,
+    dout: Any,
+    dlse: Any,
+    lse: Any,
+    base: Any,
+    delta: Any,
+    cleared: Tensor | None,
+    *sides: Any,
+) -> None:
     *_, folded, _, _, _, share = sides
     if cleared is not None:
         assert cleared.numel() == programs * share
@@ -599,7 +609,9 @@ def delta_kernel(programs, out, dout, dlse, lse, base, delta, cleared, *sides) -
     base.data.copy_(unit.where(lse.data != -torch.inf, torch.inf))
 
 
-def rows_kernel(programs, sums, dq, spec, d, block_q, block_d) -> None:  # type: ignore[no-untyped-def]
+def rows_kernel(
+    programs: int, sums: Tensor, dq: Any, spec: Any, d: int, block_q: int, block_d: int
+) -> None:
     """From numbers as add_to leaves them here."""
     if spec.packed is not None:
         packed_rows(sums, dq, spec, d, block_q, block_d)
@@ -612,7 +624,7 @@ def rows_kernel(programs, sums, dq, spec, d, block_q, block_d) -> None:  # type:
     dq.data.copy_(whole * spec.scores.scale)
 
 
-def packed_rows(sums, dq, spec, d, block_q, block_d) -> None:  # type: ignore[no-untyped-def]
+def packed_rows(sums: Tensor, dq: Any, spec: Any, d: int, block_q: int, block_d: int) -> None:
     total, heads, _ = dq.data.shape
     cu, count = spec.packed.cu_seqlens_q.tolist(), spec.packed.count
     tiles = sums.view(heads, -(-total // block_q) + count + 1, 2, block_q, block_d // 2)
@@ -623,7 +635,17 @@ def packed_rows(sums, dq, spec, d, block_q, block_d) -> None:  # type: ignore[no
         dq.data[start:end] = rows.transpose(0, 1) * spec.scores.scale
 
 
-def schedule_kernel(programs, schedule, tiled, walked, count, total, other, rows, block) -> None:  # type: ignore[no-untyped-def]
+def schedule_kernel(
+    programs: int,
+    schedule: Tensor,
+    tiled: Tensor,
+    walked: Tensor,
+    count: int,
+    total: int,
+    other: int,
+    rows: int,
+    block: int,
+) -> None:
     """Sequences of which many tokens are walked over first; what belongs to none last."""
     lengths = [b - a for a, b in itertools.pairwise([*tiled.tolist(), total])]
     walks = [b - a for a, b in itertools.pairwise(walked.tolist())] + [0]

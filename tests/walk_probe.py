@@ -256,7 +256,7 @@ def check_packed_keys(lengths: tuple[int, ...], past: int, **options: object) ->
     spec = twins.spec(problem)
     schedule = hopper._schedule(k, spec, BLOCK_K, True)
     walk = KeysWalk(0, schedule, len(lengths).bit_length())
-    most = hopper._all_tiles(k, BLOCK_K, problem.packed) * kv_heads
+    most = twins.most_tiles(problem, k, BLOCK_K) * kv_heads
     got = torch.full((most, 12), -1, dtype=torch.int32)
     keys_walk_kernel[(most,)](got, spec, walk, BLOCK_Q, BLOCK_K, True)
     everywhere = {

@@ -307,15 +307,15 @@ def backward(
     if _backward_unsupported(problem):
         return triton.backward(problem, result, dout, dlse, wanted)
     from tilewise.kernels import hopper_backward as kernels
+    from tilewise.kernels.hopper_walk import KeysWalk
 
     plan, packed = _backward_plan(problem), problem.packed
     if packed is None:
         rows, keys, spec, walk = _seen_part(problem)
     else:
         rows, keys, spec = slice(None), slice(None), twins.spec(problem)
-        walk = kernels.KeysWalk(
-            0, _schedule(problem.k, spec, _KEYS, True), spec.packed.count.bit_length()
-        )
+        schedule = _schedule(problem.k, spec, _KEYS, of_keys=True)
+        walk = KeysWalk(0, schedule, spec.packed.count.bit_length())
     q, k, v = (t[..., part, :, :] for t, part in zip(problem[:3], (rows, keys, keys), strict=True))
     dout, out, lse = dout[..., rows, :, :], result.out[..., rows, :, :], result.lse[..., rows]
     # What is left out gets no gradient.
@@ -323,7 +323,7 @@ def backward(
         whole.new_empty(whole.shape) if part.shape == whole.shape else whole.new_zeros(whole.shape)
         for whole, part in zip(problem[:3], (q, k, v), strict=True)
     )
-    tiles = _all_tiles(q, plan.block_q, packed) * q.shape[-2]
+    tiles = twins.most_tiles(problem, q, plan.block_q) * q.shape[-2]
     count = tiles * plan.block_q * plan.d
     if packed is None:
         sums = cleared = q.new_empty(count, dtype=torch.float32)
@@ -346,19 +346,13 @@ def backward(
     maxnreg, registers = _REGISTERS[2]
     ragged = packed is not None or k.shape[1] % _KEYS != 0
     tile = kernels.Tile(*map(kernels.constexpr, (*plan[:4], ragged, plan.held, registers)))
-    programs = _all_tiles(k, _KEYS, packed) * k.shape[-2]
+    programs = twins.most_tiles(problem, k, _KEYS) * k.shape[-2]
     options = {"num_warps": 4, "maxnreg": maxnreg}
     launch(kernels.backward_kernel, programs, q.device, *views, sums, spec, walk, tile, **options)
     place = twins.tokens(dq[..., rows, :, :])
     sides = (q.shape[-1], plan.block_q, plan.d)
     launch(kernels.rows_kernel, tiles, q.device, sums, place, spec, *sides)
     return Gradients(dq, dk, dv, Scores(problem.scores.scale))
-
-
-def _all_tiles(t: Tensor, block: int, packed: Any) -> int:
-    """Tiles of so many tokens, of one head: of all batch entries, or as many as packed sequences may need."""
-    tiles = -(-t.shape[-3] // block)
-    return tiles * t.shape[0] if packed is None else tiles + packed.cu_seqlens_q.shape[0]
 
 
 def gradients_left_to(problem: Problem) -> str | None:
@@ -516,11 +510,7 @@ def _descriptor(t: Tensor, shape: list[int], strides: list[int], block: list[int
 
 def _most_tiles(problem: Problem, plan: _Plan) -> int:
     """Tiles of all heads, or as many as packed sequences may need."""
-    q = problem.q
-    heads, per_head = q.shape[-2] // plan.heads, -(-q.shape[-3] // plan.rows)
-    if problem.packed is None:
-        return per_head * q.shape[0] * heads
-    return (per_head + problem.packed.cu_seqlens_q.shape[0]) * heads
+    return twins.most_tiles(problem, problem.q, plan.rows) * problem.q.shape[-2] // plan.heads
 
 
 def _order(problem: Problem, plan: _Plan) -> tuple[Any, Any]:

@@ -246,9 +246,9 @@ class _Plan(NamedTuple):
 def _planned(problem: Problem, operation: str) -> _Plan:
     chosen = _config(problem, operation)
     own_keys = operation == "keys"
-    tiles = _tiles(problem, chosen.block_k if own_keys else chosen.block_q, own_keys)
-    heads = problem.k.shape[-2] if own_keys else problem.q.shape[-2]
-    return _Plan(tiles * heads, chosen, twins.spec(problem), _tile(problem, chosen))
+    t, block = (problem.k, chosen.block_k) if own_keys else (problem.q, chosen.block_q)
+    programs = twins.most_tiles(problem, t, block) * t.shape[-2]
+    return _Plan(programs, chosen, twins.spec(problem), _tile(problem, chosen))
 
 
 def _launch(kernel: Any, plan: _Plan, *arguments: Any) -> None:
@@ -276,14 +276,6 @@ def _config(problem: Problem, operation: str) -> Config:
     return config_for(
         device_name(q.device), Key(operation, bits, width, kind, length_bucket(length))
     )
-
-
-def _tiles(problem: Problem, block: int, of_keys: bool) -> int:
-    """Programs per head: tiles of all batch entries, or as many as packed sequences may need."""
-    t = problem.k if of_keys else problem.q
-    if problem.packed is None:
-        return -(-t.shape[1] // block) * t.shape[0]
-    return -(-t.shape[0] // block) + problem.packed.cu_seqlens_q.shape[0]
 
 
 def base_and_delta(

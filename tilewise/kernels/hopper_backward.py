@@ -52,10 +52,10 @@ from tilewise.kernels.hopper_pipeline import (
     wait_empty,
     wait_full,
 )
-from tilewise.kernels.hopper_walk import KeysWalk, pairs_seen, work_of_keys
+from tilewise.kernels.hopper_walk import pairs_seen, work_of_keys
 from tilewise.kernels.score import NEG_INF, constexpr, logits, place, probabilities, tile_pointers
 
-__all__ = ["KeysWalk", "Tile", "backward_kernel", "constexpr", "rows_kernel"]
+__all__ = ["Tile", "backward_kernel", "constexpr", "rows_kernel"]
 
 # Each has so many keys of a tile.
 _GROUPS = gl.constexpr(2)

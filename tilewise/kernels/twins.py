@@ -109,6 +109,15 @@ def _packed(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Any:
     return Packed(cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous(), count, search)
 
 
+def most_tiles(problem: Problem, t: Tensor, block: int) -> int:
+    """Tiles of so many tokens of t, of one head: of all batch entries, or as many as packed sequences may
+    need."""
+    tiles = -(-t.shape[-3] // block)
+    if problem.packed is None:
+        return tiles * t.shape[0]
+    return tiles + problem.packed.cu_seqlens_q.shape[0]
+
+
 def tokens(t: Tensor) -> Any:
     """(B, S, H, D), packed (total, H, D)."""
     from tilewise.kernels.score import Tokens

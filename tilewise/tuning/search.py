@@ -227,9 +227,8 @@ def outputs(key: Key, problem: Problem, result: Result | None, dout: Tensor) -> 
     if key.operation == "forward":
         return tuple(backend.forward(problem)[:2])
     assert result is not None
-    gradients = backend.backward(
-        problem, result, dout, None, wanted=("bias",) * (key.operation == "bias")
-    )
+    wanted = ("bias",) if key.operation == "bias" else ()
+    gradients = backend.backward(problem, result, dout, None, wanted=wanted)
     if key.operation == "queries":
         return (gradients.q,)
     if key.operation == "keys":
