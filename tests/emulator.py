@@ -267,6 +267,7 @@ class View:
 
 def tma_load(view: View, at: Sequence[Any], full: Barrier, buffer: Memory) -> None:
     buffer.t.fill_(NAN)
+    check_begin(view, at)
     part, inside = view.parts(at)
 
     def land() -> None:
@@ -280,7 +281,15 @@ def tma_load(view: View, at: Sequence[Any], full: Barrier, buffer: Memory) -> No
     group.pause()
 
 
+def check_begin(view: View, at: Sequence[Any]) -> None:
+    """A GPU takes anything else for an illegal instruction."""
+    assert at[-1] * view.size % 16 == 0, (
+        "copies begin at multiples of 16 bytes along the last dimension"
+    )
+
+
 def tma_store(view: View, at: Sequence[Any], buffer: Memory) -> None:
+    check_begin(view, at)
     part, inside = view.parts(at)
     part.copy_(buffer.t.view(view.block_shape)[inside])
     group = Group.current
@@ -595,18 +604,28 @@ def delta_kernel(
     lse: Any,
     base: Any,
     delta: Any,
-    cleared: Tensor | None,
+    cleared: Tensor,
     *sides: Any,
 ) -> None:
-    *_, folded, _, _, _, share = sides
-    if cleared is not None:
-        assert cleared.numel() == programs * share
-        assert share.bit_count() == 1
-        cleared.zero_()
+    spec, folded, _, block, _, share, padded = sides
+    assert padded
+    assert cleared.numel() == programs * share
+    assert share.bit_count() == 1
+    cleared.zero_()
     total = (out.data.double() * dout.data.double()).sum(-1).transpose(-2, -1)
-    delta.data.copy_(total if dlse is None else total - dlse.data)
+    if dlse is not None:
+        total = total - dlse.data
     unit = lse.data * 1.4426950408889634 if folded else lse.data
-    base.data.copy_(unit.where(lse.data != -torch.inf, torch.inf))
+    unit = unit.where(lse.data != -torch.inf, torch.inf)
+    places = torch.arange(total.shape[-1])
+    if spec.packed is not None:
+        cu = [*spec.packed.cu_seqlens_q.tolist(), spec.sizes.sq]
+        starts = [(start // block + number) * block for number, start in enumerate(cu[:-1])]
+        parts = zip(starts, itertools.pairwise(cu), strict=True)
+        places = torch.cat([at + torch.arange(b - a) for at, (a, b) in parts])
+    for line, found in ((delta, total), (base, unit)):
+        line.data.zero_()
+        line.data[..., places] = found.to(line.data.dtype)
 
 
 def rows_kernel(

@@ -18,7 +18,7 @@ from triton.runtime import interpreter as runtime
 
 from tilewise.arguments import problem_of
 from tilewise.backends import hopper
-from tilewise.backends.triton import base_and_delta
+from tilewise.backends.triton import fill_stats
 from tilewise.kernels import twins
 from tilewise.kernels.hopper_backward import rows_kernel
 from tilewise.kernels.hopper_walk import (
@@ -160,10 +160,10 @@ def check_aligned_tile(problem: Problem, tile: list[int], first: int, last: int)
 def keys_walk_kernel(
     out, spec, walk, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, RAGGED: tl.constexpr
 ):
-    """out: (tiles, 12)."""
+    """out: (tiles, 11)."""
     number = tl.program_id(0)
     work = work_of_keys(number, walk, spec, BLOCK_Q, BLOCK_K, RAGGED)
-    out += number * 12
+    out += number * 11
     tl.store(out, work.at.number)
     tl.store(out + 1, work.kv_head)
     tl.store(out + 2, work.at.tile_start)
@@ -175,7 +175,6 @@ def keys_walk_kernel(
     tl.store(out + 8, work.at.start_k)
     tl.store(out + 9, work.per_head)
     tl.store(out + 10, work.first_block)
-    tl.store(out + 11, work.line)
 
 
 @triton.jit
@@ -229,7 +228,7 @@ def check_keys(b: int, sq: int, sk: int, kv_heads: int, **options: object) -> No
     assert torch.equal(seen.any(0).nonzero().squeeze(1), torch.arange(sk)[keys])
     seen = seen[rows, keys]
     n_rows, n_keys = seen.shape
-    got = torch.full((-(-n_keys // BLOCK_K) * b * kv_heads, 12), -1, dtype=torch.int32)
+    got = torch.full((-(-n_keys // BLOCK_K) * b * kv_heads, 11), -1, dtype=torch.int32)
     keys_walk_kernel[(len(got),)](got, spec, walk, BLOCK_Q, BLOCK_K, n_keys % BLOCK_K != 0)
     wanted = set(itertools.product(range(b), range(kv_heads), range(0, n_keys, BLOCK_K)))
     assert sorted(map(tuple, got[:, :3].tolist())) == sorted(wanted), "each tile once"
@@ -239,11 +238,11 @@ def check_keys(b: int, sq: int, sk: int, kv_heads: int, **options: object) -> No
     pairs_kernel[(tiles,)](pairs, spec, walk, BLOCK_Q, BLOCK_K, room)
     assert torch.equal(pairs[:n_keys, :n_rows].T == 1, seen)
     assert not pairs[n_keys:].any()
-    for batch, _, start, *ends, start_q, start_k, per_head, first_block, line in got.tolist():
+    for batch, _, start, *ends, start_q, start_k, per_head, first_block in got.tolist():
         check_blocks(seen, start, ends)
-        assert (start_q, start_k, line) == (0, 0, batch * heads)
+        assert (start_q, start_k) == (0, 0)
         assert per_head == -(-n_rows // BLOCK_Q)
-        assert first_block == line * per_head
+        assert first_block == batch * heads * per_head
 
 
 def check_packed_keys(lengths: tuple[int, ...], past: int, **options: object) -> None:
@@ -257,7 +256,7 @@ def check_packed_keys(lengths: tuple[int, ...], past: int, **options: object) ->
     schedule = hopper._schedule(k, spec, BLOCK_K, True)
     walk = KeysWalk(0, schedule, len(lengths).bit_length())
     most = twins.most_tiles(problem, k, BLOCK_K) * kv_heads
-    got = torch.full((most, 12), -1, dtype=torch.int32)
+    got = torch.full((most, 11), -1, dtype=torch.int32)
     keys_walk_kernel[(most,)](got, spec, walk, BLOCK_Q, BLOCK_K, True)
     everywhere = {
         (number, head, start)
@@ -271,8 +270,8 @@ def check_packed_keys(lengths: tuple[int, ...], past: int, **options: object) ->
     assert all(x[0] == len(lengths) and x[6] == 1 for x in got.tolist() if x not in tiles)
     parts = {part.number: part for part in sequences(problem)}
     blocks = set()
-    for number, _, start, *ends, start_q, start_k, per_head, first_block, line in tiles:
-        assert (start_q, start_k, line) == (cu[number], cu[number], 0)
+    for number, _, start, *ends, start_q, start_k, per_head, first_block in tiles:
+        assert (start_q, start_k) == (cu[number], cu[number])
         assert per_head == -(-total // BLOCK_Q) + len(lengths) + 1
         if number == len(lengths):
             assert (ends[0], ends[-1]) == (0, 1)
@@ -321,16 +320,36 @@ def check_packed_rows(lengths: tuple[int, ...], past: int) -> None:
             assert (dq[start:end, head] == (head * tiles + blocks)[:, None]).all()
 
 
-def check_cleared() -> None:
-    """What the backward pass adds to is cleared in passing, all of it."""
-    q, dout = torch.randn(2, 2, 70, 3, 64)
-    sums = torch.full((2 * 3 * 2 * 64 * 128,), float("nan"))
-    lse = torch.randn(2, 3, 70)
-    problem = problem_of(q, q, q)
-    base, delta = base_and_delta(problem, q, lse, dout, None, sums)
-    assert not sums.any()
-    assert torch.equal(base, lse)
-    assert torch.allclose(delta, (q * dout).sum(-1).transpose(1, 2), atol=1e-4)
+def check_stats() -> None:
+    """delta_kernel's tiles, which have numbers past a sequence's last row, and are 0 there. What the backward
+    pass adds to is cleared in passing, all of it."""
+    lengths, past, heads = (70, 0, 3, 130), 5, 3
+    cu = torch.tensor([0, *itertools.accumulate(lengths)])
+    total = int(cu[-1]) + past
+    for packed in (False, True):
+        shape, block = ((total, heads, 64) if packed else (2, 70, heads, 64)), 64
+        q, dout = torch.randn(shape), torch.randn(shape)
+        want = (q * dout).sum(-1).transpose(-1, -2)
+        lse, dlse = torch.randn(want.shape), torch.randn(want.shape)
+        options = {"cu_seqlens_q": cu, "cu_seqlens_k": cu} if packed else {}
+        problem = problem_of(q, q, q, **options)
+        rows = (-(-total // 64) + len(lengths) + 1 if packed else 2) * block
+        base, delta = (torch.full((*want.shape[:-1], rows), float("nan")) for _ in "12")
+        sums = torch.full((base.numel() * 128,), float("nan"))
+        fill_stats(problem, twins.spec(problem), q, lse, dout, dlse, base, delta, block, sums)
+        assert not sums.any()
+        places = torch.arange(70)
+        if packed:
+            ends = list(itertools.pairwise([*cu.tolist(), total]))
+            starts = [(start // block + number) * block for number, (start, _) in enumerate(ends)]
+            places = torch.cat(
+                [at + torch.arange(b - a) for at, (a, b) in zip(starts, ends, strict=True)]
+            )
+        assert torch.equal(base[..., places], lse)
+        assert torch.allclose(delta[..., places], want - dlse, atol=1e-4)
+        others = torch.ones(rows, dtype=torch.bool).index_fill(0, places, False)
+        assert not base[..., others].any()
+        assert not delta[..., others].any()
 
 
 def check_packed(lengths_q, lengths_k, past: int, hq: int, section: int, **options: object) -> None:
@@ -401,7 +420,7 @@ def main() -> None:
     check_rows(64, 64)
     check_rows(96, 128)
     check_packed_rows((5, 0, 130, 64, 1), 70)
-    check_cleared()
+    check_stats()
     for b, hq, hkv, section in ((3, 4, 2, 1), (2, 6, 3, 5), (1, 5, 1, 2), (2, 4, 4, 100)):
         check(b, 40, 40, hq, hkv, section, causal=True)
     for b, hq, hkv, heads in ((2, 4, 2, 2), (1, 8, 2, 4), (3, 8, 1, 8), (1, 16, 1, 8)):

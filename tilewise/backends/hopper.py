@@ -324,14 +324,11 @@ def backward(
         for whole, part in zip(problem[:3], (q, k, v), strict=True)
     )
     tiles = twins.most_tiles(problem, q, plan.block_q) * q.shape[-2]
-    count = tiles * plan.block_q * plan.d
-    if packed is None:
-        sums = cleared = q.new_empty(count, dtype=torch.float32)
-        assert triton.delta_rows(plan.dv) == plan.block_q
-    else:
-        sums, cleared = q.new_zeros(count, dtype=torch.float32), None
+    sums = q.new_empty(tiles * plan.block_q * plan.d, dtype=torch.float32)
+    room = tiles // lse.shape[:-1].numel() * plan.block_q
+    base, delta = (lse.new_empty((*lse.shape[:-1], room)) for _ in "12")
     dlse = None if dlse is None else dlse[..., rows]
-    base, delta = triton.base_and_delta(problem, out, lse, dout, dlse, cleared)
+    triton.fill_stats(problem, spec, out, lse, dout, dlse, base, delta, plan.block_q, sums)
     view = _view if packed is None else _clipped
     views = (
         view(q, plan.block_q, 1, plan.d),
@@ -424,13 +421,13 @@ def _seen_part(problem: Problem) -> tuple[slice, slice, Any, Any]:
 
 
 def _line_view(lines: Tensor, rows: int) -> Any:
-    """How the TMA engine sees (B, H, S), packed (H, total): in parts of so many numbers."""
+    """How the TMA engine sees what there is of each row: by tiles, since it reads from multiples of 16 bytes
+    on alone, and packed sequences begin anywhere."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    shape = [lines.shape[:-1].numel(), lines.shape[-1]]
     layout = gl.NVMMASharedLayout(0, 32, 2)
-    return TensorDescriptor(lines, shape, [lines.stride(-2), 1], [1, rows], layout)
+    return TensorDescriptor(lines, [lines.numel() // rows, rows], [rows, 1], [1, rows], layout)
 
 
 def _seen_keys(problem: Problem) -> tuple[int, int]:

@@ -279,39 +279,47 @@ def _config(problem: Problem, operation: str) -> Config:
 
 
 def base_and_delta(
+    problem: Problem, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """What the backward pass needs of each row (kernels/backward.py, Stats), laid out as lse in lines of
+    multiples of 16 bytes."""
+    rows = lse.shape[-1]
+    base, delta = (lse.new_empty((*lse.shape[:-1], -(-rows // 4) * 4))[..., :rows] for _ in "12")
+    block = max(8, min(64, 8192 // twins.power_of_two(out.shape[-1])))
+    fill_stats(problem, twins.spec(problem), out, lse, dout, dlse, base, delta, block)
+    return base, delta
+
+
+def fill_stats(
     problem: Problem,
+    spec: Any,
     out: Tensor,
     lse: Tensor,
     dout: Tensor,
     dlse: Tensor | None,
+    base: Tensor,
+    delta: Tensor,
+    block: int,
     cleared: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """What the backward pass needs of each row (kernels/backward.py, Stats), laid out as lse in lines of
-    multiples of 16 bytes. `cleared` becomes 0 in passing: so many numbers, a power of two, for each
-    `delta_rows` rows of a head."""
+) -> None:
+    """Fills base and delta, `block` rows of out by a program; whole tiles where there is room for them.
+    `cleared` becomes 0 in passing: an equal share, a power of two, by each program."""
     from tilewise.kernels.backward import delta_kernel
 
-    heads, rows = lse.shape[-2:]
-    base, delta = (lse.new_empty((*lse.shape[:-1], -(-rows // 4) * 4))[..., :rows] for _ in "12")
-    if lse.numel():
-        width = twins.power_of_two(out.shape[-1])
-        block = delta_rows(width)
-        programs = -(-rows // block) * lse.numel() // rows
-        share = 0 if cleared is None else cleared.numel() // programs
-        launch(
-            delta_kernel,
-            programs,
-            out.device,
-            *(twins.tokens(out), twins.tokens(dout)),
-            *map(twins.lines, (dlse, lse, base, delta)),
-            *(cleared, rows, heads, twins.folded(problem), out.shape[-1], block, width, share),
-        )
-    return base, delta
-
-
-def delta_rows(width: int) -> int:
-    """Of out, so many columns wide, that a program of delta_kernel reads."""
-    return max(8, min(64, 8192 // width))
+    programs = twins.most_tiles(problem, out, block) * out.shape[-2]
+    if lse.numel() == 0:
+        return
+    width = twins.power_of_two(out.shape[-1])
+    share = 0 if cleared is None else cleared.numel() // programs
+    padded = base.numel() == programs * block
+    launch(
+        delta_kernel,
+        programs,
+        out.device,
+        *(twins.tokens(out), twins.tokens(dout)),
+        *map(twins.lines, (dlse, lse, base, delta)),
+        *(cleared, spec, twins.folded(problem), out.shape[-1], block, width, share, padded),
+    )
 
 
 # ------------------------------------------------------------------ a Problem as kernels take it

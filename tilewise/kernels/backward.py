@@ -107,41 +107,42 @@ class OfKeys(NamedTuple):
 
 @triton.jit
 def delta_kernel(
-    out, dout, dlse, lse, base, delta, cleared, rows, heads,
+    out, dout, dlse, lse, base, delta, cleared, spec,
     FOLDED: tl.constexpr, DV: tl.constexpr, BLOCK: tl.constexpr, BLOCK_DV: tl.constexpr, SHARE: tl.constexpr,
+    PADDED: tl.constexpr,
 ):  # fmt: skip
     """base: lse as `probabilities` wants it, +inf where there is no probability. delta = rowsum(dout ∘ out) −
-    dlse. Each program also clears its SHARE of what is to be cleared, if anything.
+    dlse. PADDED: they have room for whole tiles, one for each program, whose rows past the last become 0.
+    Each program also clears its SHARE of what is to be cleared, if anything.
     Grid: (tiles of rows · heads · batch entries,)."""
-    tiles = tl.cdiv(rows, BLOCK)
+    tiles = tl.cdiv(spec.sizes.sq, BLOCK)
+    if spec.packed is not None:
+        tiles += spec.packed.count + 1
     program = tl.program_id(0)
     if cleared is not None:
         place_in = cleared + program.to(tl.int64) * SHARE + tl.arange(0, SHARE)
         tl.store(place_in, tl.zeros([SHARE], cleared.dtype.element_ty))
-    head = (program // tiles % heads).to(tl.int64)
-    batch = (program // tiles // heads).to(tl.int64)
-    i = program % tiles * BLOCK + tl.arange(0, BLOCK)
+    tile = program % tiles
+    head = program // tiles % spec.sizes.heads
+    at = place(tile, program // tiles // spec.sizes.heads, spec, BLOCK, False)
+    i = at.tile_start + tl.arange(0, BLOCK)
     columns = tl.arange(0, BLOCK_DV)
-    inside = (i < rows)[:, None] & (columns < DV)[None, :]
-    i = i.to(tl.int64)
-    at = out.data + batch * out.batch + head * out.head
-    o = tl.load(at + i[:, None] * out.row + columns[None, :] * out.column, mask=inside, other=0.0)
-    at = dout.data + batch * dout.batch + head * dout.head
-    do = tl.load(
-        at + i[:, None] * dout.row + columns[None, :] * dout.column, mask=inside, other=0.0
-    )
+    real = i < at.sq
+    inside = real[:, None] & (columns < DV)[None, :]
+    o = tl.load(tile_pointers(out, at, head, at.start_q, i, columns), mask=inside, other=0.0)
+    do = tl.load(tile_pointers(dout, at, head, at.start_q, i, columns), mask=inside, other=0.0)
     ACC: tl.constexpr = delta.data.dtype.element_ty
     total = tl.sum(o.to(ACC) * do.to(ACC), 1)
     if dlse is not None:
-        at = dlse.data + batch * dlse.batch + head * dlse.head
-        total -= tl.load(at + i * dlse.row, mask=i < rows, other=0.0)
-    tl.store(
-        delta.data + batch * delta.batch + head * delta.head + i * delta.row, total, mask=i < rows
-    )
-    at = lse.data + batch * lse.batch + head * lse.head
-    total = tl.load(at + i * lse.row, mask=i < rows, other=0.0)
-    total = tl.where(total == NEG_INF, float("inf"), total * LOG2E if FOLDED else total)
-    tl.store(base.data + batch * base.batch + head * base.head + i * base.row, total, mask=i < rows)
+        total -= tl.load(line(dlse, at, head, at.start_q, i), mask=real, other=0.0)
+    found = tl.load(line(lse, at, head, at.start_q, i), mask=real, other=0.0)
+    found = tl.where(found == NEG_INF, float("inf"), found * LOG2E if FOLDED else found)
+    start = at.start_q
+    if PADDED:
+        start = (tile * BLOCK - at.tile_start).to(tl.int64)
+        real = i >= 0
+    tl.store(line(delta, at, head, start, i), total, mask=real)
+    tl.store(line(base, at, head, start, i), found, mask=real)
 
 
 @triton.jit

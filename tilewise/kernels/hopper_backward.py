@@ -76,7 +76,7 @@ class Tile(NamedTuple):
 
 
 class Views(NamedTuple):
-    """Descriptors: of tiles of q, k, v, dout, dk and dv; of lines of base and delta."""
+    """Descriptors: of tiles of q, k, v, dout, dk and dv; of base and delta, a line for each tile of queries."""
 
     q: Any
     k: Any
@@ -124,8 +124,9 @@ def _produce(views, shared, spec, walk, tile):
     count = 0
     for member in range(spec.sizes.groups):
         head = work.kv_head * spec.sizes.groups + member
-        line = work.line + head
+        first_line = head * work.per_head + work.first_block
         for i in range(work.first, work.last, tile.BLOCK_Q):
+            line = first_line + i // tile.BLOCK_Q
             wait_empty(shared.q, count)
             load_tile_and_line(
                 views.q, queries, i, head, views.delta, line, shared.q, shared.delta, count

@@ -188,13 +188,13 @@ def load_tile(view, part, row, head, ring, count):
 
 @gluon.jit
 def load_tile_and_line(view, part, row, head, lines, line, ring, numbers, count):
-    """As load_tile; the slot is full when `numbers` of the same slot has those of the rows, too, of a line."""
+    """As load_tile; the slot is full when `numbers` of the same slot has a line, too."""
     buffer = slot(ring, count)
     beside = numbers.index(count % ring.data.shape[0])
     full = ring.full.index(count % ring.data.shape[0])
     mbarrier.expect(full, buffer.shape[0] * buffer.shape[1] * 2 + beside.shape[0] * 4)
     _copy(view, part, row, head, full, buffer)
-    _tma_load(lines, [line, part.start + row], full, _viewed(beside, lines))
+    _tma_load(lines, [line, 0], full, _viewed(beside, lines))
 
 
 @gluon.jit

@@ -177,8 +177,7 @@ class KeysWork(NamedTuple):
     `first`, … before `last`. All rows of those from full_first on and before full_last see all of it. These
     are multiples of a block, or `last`.
 
-    Blocks of queries are numbered, `per_head` of each head, those of this sequence from `first_block` on. Its
-    rows lie in lines from number `line` on, that of the first head."""
+    Blocks of queries are numbered, `per_head` of each head, those of this sequence from `first_block` on."""
 
     at: Place
     kv_head: Any
@@ -188,7 +187,6 @@ class KeysWork(NamedTuple):
     last: Any
     per_head: Any
     first_block: Any
-    line: Any
 
 
 @triton.jit
@@ -205,12 +203,10 @@ def work_of_keys(
         batch = owner // sizes.kv_heads
         start = number % tiles * BLOCK_K
         at = Place(start, True, batch, batch.to(tl.int64), 0, 0, sizes.sq, sizes.sk, walk.offset)
-        line = batch * sizes.heads
-        first_block = line * per_head
+        first_block = batch * sizes.heads * per_head
     else:
         kv_head = number % sizes.kv_heads
         at = _packed_keys_place(number // sizes.kv_heads, walk, spec, BLOCK_K)
-        line = number * 0
         per_head += spec.packed.count + 1
         first_block = at.start_q // BLOCK_Q + at.number
     edges = bounds_of_keys(at.tile_start, tl.minimum(at.tile_start + BLOCK_K, at.sk), at, spec)
@@ -226,7 +222,7 @@ def work_of_keys(
     if RAGGED:
         full_first = tl.where(at.tile_start + BLOCK_K > at.sk, last, full_first)
     full_last = tl.maximum(full_last, full_first)
-    return KeysWork(at, kv_head, first, full_first, full_last, last, per_head, first_block, line)
+    return KeysWork(at, kv_head, first, full_first, full_last, last, per_head, first_block)
 
 
 @triton.jit
