@@ -225,7 +225,7 @@ def _plan(problem: Problem) -> _Plan:
     key = Key("hopper_forward", 16, max(block_d, block_dv), kind, length)
     chosen = config_for(device_name(problem.q.device), key)
     groups, stages = chosen.block_q // _GROUP_ROWS, chosen.num_stages
-    fenced = max(block_d, block_dv) == 64
+    fenced = max(block_d, block_dv) != 128
     # Whose tiles are not all equally long.
     dynamic = banded or problem.packed is not None or problem.key_range is not None
     blocks = (block_d, block_dv)
