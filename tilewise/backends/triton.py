@@ -57,6 +57,8 @@ LARGEST_HEAD_DIM = 512
 # Grids are one-dimensional and token counts 32-bit.
 _LARGEST_COUNT = 2**30
 _SHORTEST_TMA = 512
+# Of what a copy fills in shared memory, in bytes.
+_SHARED_ALIGNMENT = 128
 
 
 def unsupported(problem: Problem) -> list[str]:
@@ -372,13 +374,11 @@ def _tmas(problem: Problem, block: int, *tensors: Tensor) -> tuple[Any, ...]:
     """
     if not _has_tma(problem):
         return (None,) * len(tensors)
-    return tuple(_tma(t, block) for t in tensors)
+    return tuple(_tma(t if t.ndim == 4 else t.unsqueeze(0), block) for t in tensors)
 
 
 def _has_tma(problem: Problem) -> bool:
-    """Whether tiles may be read by descriptors. Not where sequences are packed: from 512 tokens on that ended
-    in illegal instructions on an H200 (Triton 3.6.0), for a reason not found yet."""
-    return problem.packed is None and (interpreted() or _architecture(problem.q.device) >= 90)
+    return interpreted() or _architecture(problem.q.device) >= 90
 
 
 def _tma(t: Tensor, block: int) -> Any:
@@ -389,8 +389,13 @@ def _tma(t: Tensor, block: int) -> Any:
 
 
 def _line_tmas(problem: Problem, block: int, *lines: Tensor | None) -> tuple[Any, ...]:
-    """Descriptors for loads of (1, 1, block) numbers of each, or None."""
-    if not _has_tma(problem) or problem.q.shape[1] < _SHORTEST_TMA:
+    """Descriptors for loads of (1, 1, block) numbers of each, or None.
+
+    Copies begin at multiples of 16 bytes in memory, and packed sequences anywhere; and at multiples of 128
+    in shared memory, where one line follows the other.
+    """
+    short = problem.q.shape[-3] < _SHORTEST_TMA or block * 4 < _SHARED_ALIGNMENT
+    if not _has_tma(problem) or problem.packed is not None or short:
         return (None,) * len(lines)
     return tuple(None if t is None else _descriptor(t, [1, 1, block]) for t in lines)
 
@@ -398,7 +403,7 @@ def _line_tmas(problem: Problem, block: int, *lines: Tensor | None) -> tuple[Any
 def _bias_tma(problem: Problem, chosen: Config, of: Tensor | None = None) -> Any:
     """A descriptor of the bias, or of what is laid out beside it, in tiles (1, 1, block_q, block_k)."""
     bias = problem.scores.bias if of is None else of
-    if bias is None or not _has_tma(problem):
+    if bias is None or not _has_tma(problem) or problem.packed is not None:
         return None
     if 1 in bias.shape[-2:] or problem.k.shape[1] < _SHORTEST_TMA:
         return None
