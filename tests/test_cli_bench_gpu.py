@@ -49,8 +49,7 @@ TINY = dataclasses.replace(
     window=7,
     bias_length=24,
     packed=(13, 5, 1, 9),
-    eager_length=16,
-    eager_batch=2,
+    eager=((2, 16),),
 )
 CASES = list(gpu_cases.cases(TINY))
 # What compiles for long, and what a CPU does not have.
@@ -113,7 +112,7 @@ def test_cases_are_those_of_the_record(sizes: gpu_cases.Sizes) -> None:
     assert by_name["bias"].peers[0] == "efficient"
     packed = by_name["varlen"]
     assert sum(packed.lengths) == packed.length == 16384
-    assert by_name["eager"].length == 128
+    assert [(c.batch, c.length) for c in cases if c.name == "eager"] == [(4, 128), (8, 512)]
     assert all(set(c.peers) <= set(PEERS) for c in cases)
 
 

@@ -57,8 +57,8 @@ class Sizes:
         4,
         1,
     )
-    eager_length: int = 128
-    eager_batch: int = 4
+    # Batch sizes and lengths of calls that are short.
+    eager: tuple[tuple[int, int], ...] = ((4, 128), (8, 512))
     passes: tuple[str, ...] = PASSES
     dense_peers: tuple[str, ...] = (
         *("cuDNN", "flash", "efficient", "math", "Flex"),
@@ -225,8 +225,8 @@ def _features(sizes: Sizes, head_dim: int) -> Iterator[Case]:
     for mask in ("full", "causal"):
         peers = ("flash", "Flex", *flash, "xformers")
         yield causal("varlen", sum(sizes.packed), *peers, mask=mask, **packed)
-    batch = {"batch": sizes.eager_batch}
-    yield causal(EAGER, sizes.eager_length, "SDPA", "cuDNN", "flash", "Flex", *flash, **batch)
+    for batch, length in sizes.eager:
+        yield causal(EAGER, length, "SDPA", "cuDNN", "flash", "Flex", *flash, batch=batch)
 
 
 def _case(sizes: Sizes, name: str, length: int, head_dim: int, mask: str) -> Case:
