@@ -1,4 +1,4 @@
-"""Runs the Hopper backward kernel on a CPU: its own code, warpgroups as threads, memory as tensors.
+"""Runs the Hopper backward kernels on a CPU: its own code, warpgroups as threads, memory as tensors.
 
 Gluon has no interpreter. Here its functions are what they say in PyTorch, in float64: a kernel's Python runs
 as it stands, its warpgroups in an order drawn at random wherever they wait for each other. Copies of the TMA
@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import ctypes
+import functools
 import itertools
 import random
 import threading
@@ -31,7 +32,7 @@ from triton.runtime.jit import JITFunction
 
 from tilewise.backends import hopper
 from tilewise.backends import triton as triton_backend
-from tilewise.kernels import hopper_backward, replay
+from tilewise.kernels import hopper_backward, hopper_backward_wide, replay
 from tilewise.results import Gradients, Result
 from tilewise.spec import Problem
 
@@ -522,9 +523,9 @@ def emulating(seed: int = 0, **instead: Callable[..., Any]) -> Iterator[None]:
     dice = random.Random(seed)
     running: list[Program] = []
     names = {**_globals(lambda: running[-1]), **instead}
-    kernel = emulated(hopper_backward._backward_kernel, names, {})
+    known: dict[str, dict[str, Any]] = {}
 
-    def backward_kernel(programs: int, *given: Any) -> None:
+    def backward_kernel(kernel: Callable[..., None], programs: int, *given: Any) -> None:
         *views, sums, spec, walk, tile = given
         views = [View(view) for view in views]
         numbers = list(range(programs))
@@ -534,7 +535,13 @@ def emulating(seed: int = 0, **instead: Callable[..., Any]) -> Iterator[None]:
             kernel(*views, _Pointer(sums), *map(pointed, map(unwrapped, (spec, walk, tile))))
 
     kernels = {
-        "_backward_kernel": backward_kernel,
+        **{
+            kernel.__name__: functools.partial(backward_kernel, emulated(kernel, names, known))
+            for kernel in (
+                hopper_backward._backward_kernel,
+                hopper_backward_wide._wide_backward_kernel,
+            )
+        },
         "delta_kernel": delta_kernel,
         "rows_kernel": rows_kernel,
         "schedule_kernel": schedule_kernel,
