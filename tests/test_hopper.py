@@ -175,9 +175,8 @@ def test_explained_where_there_is_no_such_gpu():
 @pytest.mark.parametrize(
     ("shape", "options", "reason"),
     [
-        ({"d": 192, "dv": 64}, {}, "the head dim of q must be a multiple of 8 up to 128, got 192"),
-        ({"d": 60, "dv": 64}, {}, "the head dim of q must be a multiple of 8 up to 128, got 60"),
-        ({"dv": 136}, {}, "the head dim of v must be a multiple of 8 up to 128, got 136"),
+        ({"d": 60, "dv": 64}, {}, "the head dim of q must be a multiple of 8, got 60"),
+        ({"dv": 252}, {}, "the head dim of v must be a multiple of 8, got 252"),
         ({}, {"sinks": torch.ones(4)}, "sinks: not served"),
         ({}, {"alibi_slopes": torch.ones(4)}, "alibi_slopes: not served"),
         ({}, {"key_range": (0, torch.full((2, 1), 9))}, "key_range: not served"),
@@ -201,7 +200,7 @@ def test_gradients_of_packed_sequences():
 
 
 def test_the_backward_pass_left_to_triton_is_triton_s(monkeypatch):
-    problem = problem_of(*tensors(d=256))
+    problem = problem_of(*tensors(), sinks=torch.ones(4))
     told = []
     monkeypatch.setattr(hopper.triton, "backward", lambda *given: told.append(given))
     given = (problem, object(), torch.ones(1), None, False)
@@ -382,6 +381,12 @@ def test_compiles(shape, options, registers, spilled):
         # 148, 204 or 260: the compiler does not always come to the same.
         ({"sq": 300}, {"causal": True, **PACKED}, 320),
         ({"sq": 300, "d": 64}, PACKED, 0),
+        # Of wide heads few spills are in a loop: what products hold comes first.
+        ({"sq": 512, "sk": 512, "d": 256}, {}, 40),
+        ({"sq": 512, "sk": 512, "d": 256}, {"causal": True}, 200),
+        ({"d": 256, "dtype": torch.float16}, {"window_size": (100, 20), "softcap": 9.0}, 280),
+        ({"sq": 500, "sk": 700, "d": 192, "dv": 128}, {"causal": True}, 40),
+        ({"sq": 300, "d": 64, "dv": 256}, {"causal": True, **PACKED}, 40),
     ],
 )
 def test_the_backward_pass_compiles(shape, options, spilled):

@@ -387,7 +387,7 @@ def _all_is_seen(problem: Problem) -> bool:
 
 
 class _BackwardPlan(NamedTuple):
-    """Tiles of keys, and blocks of queries, of which `stages` are loaded ahead; the columns that hold D and Dv;
+    """Tiles of keys; blocks of queries, of which `stages` are loaded ahead; the columns that hold D and Dv;
     whether consumers hold their keys and values in registers."""
 
     keys: int
