@@ -306,7 +306,7 @@ def backward(
     if _backward_unsupported(problem):
         return triton.backward(problem, result, dout, dlse, wanted)
     from tilewise.kernels import hopper_backward as kernels
-    from tilewise.kernels.hopper_backward_wide import wide_backward_kernel
+    from tilewise.kernels import hopper_backward_wide as wide_kernels
     from tilewise.kernels.hopper_walk import KeysWalk
 
     plan, packed = _backward_plan(problem), problem.packed
@@ -324,7 +324,9 @@ def backward(
         for whole, part in zip(problem[:3], (q, k, v), strict=True)
     )
     tiles = twins.most_tiles(problem, q, plan.block_q) * q.shape[-2]
-    sums = q.new_empty(tiles * plan.block_q * plan.d, dtype=torch.float32)
+    sums = None
+    if not plan.wide:
+        sums = q.new_empty(tiles * plan.block_q * plan.d, dtype=torch.float32)
     room = tiles // lse.shape[:-1].numel() * plan.block_q
     base, delta = (lse.new_empty((*lse.shape[:-1], room)) for _ in "12")
     dlse = None if dlse is None else dlse[..., rows]
@@ -342,15 +344,38 @@ def backward(
     )
     maxnreg, registers = _REGISTERS[2]
     ragged = packed is not None or k.shape[1] % plan.keys != 0
-    tile = kernels.Tile(*map(kernels.constexpr, (*plan[1:5], ragged, plan.held, registers)))
     programs = twins.most_tiles(problem, k, plan.keys) * k.shape[-2]
     options = {"num_warps": 4, "maxnreg": maxnreg}
-    kernel = kernels.backward_kernel if plan.keys > _GROUP_ROWS else wide_backward_kernel
-    launch(kernel, programs, q.device, *views, sums, spec, walk, tile, **options)
+    gradients = Gradients(dq, dk, dv, Scores(problem.scores.scale))
+    if plan.wide:
+        sides = (plan.d, plan.dv, plan.stages, ragged, registers)
+        tile = wide_kernels.Tile(*map(kernels.constexpr, sides))
+        launch(
+            wide_kernels.wide_keys_kernel, programs, q.device, *views, spec, walk, tile, **options
+        )
+        programs, walk = _walk_of_queries(problem, q, spec, walk.offset)
+        views = (*views[:6], view(dq[..., rows, :, :], _GROUP_ROWS, 1, plan.d))
+        kernel = wide_kernels.wide_queries_kernel
+        launch(kernel, programs, q.device, *views, spec, walk, tile, **options)
+        return gradients
+    tile = kernels.Tile(*map(kernels.constexpr, (*plan[1:5], ragged, plan.held, registers)))
+    launch(kernels.backward_kernel, programs, q.device, *views, sums, spec, walk, tile, **options)
     place = twins.tokens(dq[..., rows, :, :])
     sides = (q.shape[-1], plan.block_q, plan.d)
     launch(kernels.rows_kernel, tiles, q.device, sums, place, spec, *sides)
-    return Gradients(dq, dk, dv, Scores(problem.scores.scale))
+    return gradients
+
+
+def _walk_of_queries(problem: Problem, q: Tensor, spec: Any, offset: int) -> tuple[int, Any]:
+    """How many programs walk over tiles of 128 rows; packed, those of all heads before the next."""
+    from tilewise.kernels.hopper_walk import Walk
+
+    rows, heads = 2 * _GROUP_ROWS, q.shape[-2]
+    programs = twins.most_tiles(problem, q, rows) * heads
+    if problem.packed is not None:
+        schedule, steps = _schedule(q, spec, rows), spec.packed.count.bit_length()
+        return programs, Walk(0, heads, heads, 0, schedule, steps, None)
+    return programs, Walk(-(-q.shape[1] // rows), q.shape[0] * heads, 1, offset, None, None, None)
 
 
 def gradients_left_to(problem: Problem) -> str | None:
@@ -396,6 +421,11 @@ class _BackwardPlan(NamedTuple):
     dv: int
     stages: int
     held: bool
+
+    @property
+    def wide(self) -> bool:
+        """Whether registers hold no gradients of 128 keys."""
+        return self.keys == _GROUP_ROWS
 
 
 def _backward_plan(problem: Problem) -> _BackwardPlan:

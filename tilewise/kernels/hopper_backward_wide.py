@@ -1,12 +1,16 @@
 """The backward pass on Hopper for head dims above 128, whose gradients of 128 keys registers do not hold.
 
-A program owns 64 keys, and its two consumers each one gradient of theirs, all columns of it: one computes Sᵀ,
-P and dV, the other dPᵀ, dS and dK. Pᵀ and dSᵀ are, in registers, the first operands of those products. What
-dP − delta is multiplied by goes from the one to the other by shared memory, in float32. They take turns at
-the tensor cores, so that what one computes of a step is under the other's products.
+With tiles of 64 keys the sums of dQ in the L2 cache would be twice those of hopper_backward.py, as many bytes
+as are loaded, and it is the L2 cache that such kernels wait for. So there are two kernels, which sum nothing in
+memory, and compute S and dP twice: 7 products instead of 5, of which 3 load half as much.
 
-dQ of the step before is computed by both, a half of the columns each, from dS in shared memory, and summed as
-in hopper_backward.py.
+Of keys: a program owns 64, and its two consumers each one gradient of theirs, all columns of it: one computes
+Sᵀ, P and dV, the other dPᵀ, dS and dK. What dP − delta is multiplied by goes from the one to the other by shared
+memory, in float32. Of queries: a program owns 128, half of them each of two consumers, which compute S, dP, dS
+and dQ.
+
+Pᵀ, dSᵀ and dS are, in registers, the first operands of the products of dV, dK and dQ. The consumers take turns
+at the tensor cores: what one computes of a step is under the other's products.
 """
 
 from typing import Any, NamedTuple
@@ -22,16 +26,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tilewise.kernels.general import General
-from tilewise.kernels.hopper_backward import Views
 from tilewise.kernels.hopper_pipeline import (
     GROUP_ROWS,
     Part,
-    add_to,
     await_turn,
     close_turns,
     computed,
     give_back,
-    hand_over,
     keep,
     load_tile,
     load_tile_and_line,
@@ -40,7 +41,6 @@ from tilewise.kernels.hopper_pipeline import (
     pass_turn,
     product_layout,
     ring_of,
-    shared_layout,
     slot,
     split_columns,
     store_tile,
@@ -49,18 +49,48 @@ from tilewise.kernels.hopper_pipeline import (
     wait_empty,
     wait_full,
 )
-from tilewise.kernels.hopper_walk import pairs_seen, work_of_keys
-from tilewise.kernels.score import NEG_INF, logits, probabilities
+from tilewise.kernels.hopper_walk import (
+    blocks_of,
+    pairs_seen,
+    tiles_per_head,
+    work_of,
+    work_of_keys,
+)
+from tilewise.kernels.score import NEG_INF, interval, logits, probabilities
 
-__all__ = ["wide_backward_kernel"]
+__all__ = ["Tile", "wide_keys_kernel", "wide_queries_kernel"]
 
-# Consumers, by what they own.
+# Consumers; in the kernel of keys by what they own.
 _DV, _DK, _GROUPS = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
+# Of queries, in the kernel of queries.
+_ROWS = gl.constexpr(2 * GROUP_ROWS)
+
+
+class Tile(NamedTuple):
+    """All constexpr. D and DV columns; STAGES blocks of q and dout beside a tile of keys, and of v beside one of
+    queries one less. RAGGED: the last tile of keys may be cut short. REGISTERS of a consumer's threads."""
+
+    D: Any
+    DV: Any
+    STAGES: Any
+    RAGGED: Any
+    REGISTERS: Any
+
+
+class Views(NamedTuple):
+    """Descriptors: of tiles of 64 rows of q, k, v and dout; of base and delta, a line for each of queries."""
+
+    q: Any
+    k: Any
+    v: Any
+    dout: Any
+    base: Any
+    delta: Any
 
 
 class Shared(NamedTuple):
-    """k and v, a ring of one each; rings of q with the line of base, and of dout with that of delta; rings of
-    dSᵀ, and of what dPᵀ − delta is multiplied by to give it."""
+    """Rings: k and v; q with the line of base, and dout with that of delta; and of what dPᵀ − delta is
+    multiplied by to give dSᵀ."""
 
     k: Any
     v: Any
@@ -68,21 +98,49 @@ class Shared(NamedTuple):
     base: Any
     dout: Any
     delta: Any
-    ds: Any
     factor: Any
 
 
 @gluon.jit
-def _work(spec, walk, tile):
-    return work_of_keys(gl.program_id(0), walk, spec, tile.BLOCK_Q, GROUP_ROWS, tile.RAGGED)
-
-
-# ------------------------------------------------------------------ the producer
+def _lines(SLOTS: gl.constexpr):
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(0, 32, 1)
+    return gl.allocate_shared_memory(gl.float32, [SLOTS, GROUP_ROWS], LAYOUT)
 
 
 @gluon.jit
-def _produce(views, shared, spec, walk, tile):
-    work = _work(spec, walk, tile)
+def _load_queries(views, shared, queries, i, head, line, count):
+    wait_empty(shared.q, count)
+    load_tile_and_line(views.q, queries, i, head, views.base, line, shared.q, shared.base, count)
+    wait_empty(shared.dout, count)
+    load_tile_and_line(
+        views.dout, queries, i, head, views.delta, line, shared.dout, shared.delta, count
+    )
+
+
+@gluon.jit
+def _add_product(total, pairs, ring, count, GROUP: gl.constexpr):
+    """total + pairs · what is in a ring's slot, which is given back."""
+    operand = unpack(pairs, ring.data.dtype, product_layout(total.shape[1]))
+    await_turn(GROUP)
+    total = warpgroup_mma(operand, slot(ring, count), total, is_async=True)
+    pass_turn(GROUP, _GROUPS)
+    total = warpgroup_mma_wait(0, [total])
+    keep(pairs)
+    give_back(ring, count)
+    return total
+
+
+# ------------------------------------------------------------------ tiles of keys
+
+
+@gluon.jit
+def _work_of_keys(spec, walk, tile):
+    return work_of_keys(gl.program_id(0), walk, spec, GROUP_ROWS, GROUP_ROWS, tile.RAGGED)
+
+
+@gluon.jit
+def _produce_queries(views, shared, spec, walk, tile):
+    work = _work_of_keys(spec, walk, tile)
     at = work.at
     # Nothing is read of tokens that belong to no sequence.
     keys = Part(
@@ -95,103 +153,85 @@ def _produce(views, shared, spec, walk, tile):
     for member in range(spec.sizes.groups):
         head = work.kv_head * spec.sizes.groups + member
         first_line = head * work.per_head + work.first_block
-        for i in range(work.first, work.last, tile.BLOCK_Q):
-            line = first_line + i // tile.BLOCK_Q
-            wait_empty(shared.q, count)
-            load_tile_and_line(
-                views.q, queries, i, head, views.base, line, shared.q, shared.base, count
-            )
-            wait_empty(shared.dout, count)
-            load_tile_and_line(
-                views.dout, queries, i, head, views.delta, line, shared.dout, shared.delta, count
-            )
+        for i in range(work.first, work.last, GROUP_ROWS):
+            _load_queries(views, shared, queries, i, head, first_line + i // GROUP_ROWS, count)
             count += 1
 
 
-# ------------------------------------------------------------------ consumers
-
-
 @gluon.jit
-def _consume(views, shared, dq, spec, walk, tile, GROUP: gl.constexpr):
+def _consume_queries(views, out, shared, spec, walk, tile, GROUP: gl.constexpr):
     BANDED: gl.constexpr = (spec.band.left is not None) or (spec.band.right is not None)
     EDGE: gl.constexpr = BANDED or tile.RAGGED
     # Whether the last blocks of queries may be an edge.
     TAIL: gl.constexpr = (spec.band.left is not None) or (spec.packed is not None)
     COLUMNS: gl.constexpr = tile.DV if GROUP == _DV else tile.D
-    work = _work(spec, walk, tile)
+    work = _work_of_keys(spec, walk, tile)
     at = work.at
-    LAYOUT: gl.constexpr = gl.SliceLayout(1, product_layout(tile.BLOCK_Q))
+    LAYOUT: gl.constexpr = gl.SliceLayout(1, product_layout(GROUP_ROWS))
     keys = at.tile_start + gl.arange(0, GROUP_ROWS, LAYOUT)
     total = gl.zeros([GROUP_ROWS, COLUMNS], gl.float32, product_layout(COLUMNS))
-    if GROUP == _DV:
-        wait_full(shared.k, 0)
-    else:
-        wait_full(shared.v, 0)
-        wait_full(shared.k, 0)
+    full_first = gl.maximum(work.first, work.full_first) if EDGE else work.first
+    wait_full(shared.k if GROUP == _DV else shared.v, 0)
     open_turns(GROUP, _GROUPS)
-
     head = work.kv_head * spec.sizes.groups
-    first_tile = head * work.per_head + work.first_block
-    i = work.first
-    total, before = _step(
-        total, 0, shared, 0, i, first_tile, keys, at, head, dq, spec, tile, GROUP, EDGE, True
-    )
-    i += tile.BLOCK_Q
-    count = 1
+    count = 0
     for _ in range(spec.sizes.groups):
         if EDGE:
-            for block in range(i, work.full_first, tile.BLOCK_Q):
-                total, before = _step(
-                    total, before, shared, count, block, first_tile, keys, at, head, dq, spec, tile,
-                    GROUP, True, False,
-                )  # fmt: skip
+            for i in range(work.first, full_first, GROUP_ROWS):
+                total = _queries_step(
+                    total, shared, count, i, keys, at, head, spec, tile, GROUP, True
+                )
                 count += 1
-            i = gl.maximum(i, work.full_first)
-        for block in range(i, work.full_last, tile.BLOCK_Q):
-            total, before = _step(
-                total, before, shared, count, block, first_tile, keys, at, head, dq, spec, tile,
-                GROUP, False, False,
-            )  # fmt: skip
+        for i in range(full_first, work.full_last, GROUP_ROWS):
+            total = _queries_step(total, shared, count, i, keys, at, head, spec, tile, GROUP, False)
             count += 1
         if TAIL:
-            for block in range(gl.maximum(i, work.full_last), work.last, tile.BLOCK_Q):
-                total, before = _step(
-                    total, before, shared, count, block, first_tile, keys, at, head, dq, spec, tile,
-                    GROUP, True, False,
-                )  # fmt: skip
+            for i in range(gl.maximum(full_first, work.full_last), work.last, GROUP_ROWS):
+                total = _queries_step(
+                    total, shared, count, i, keys, at, head, spec, tile, GROUP, True
+                )
                 count += 1
-        i = work.first
         head += 1
-        first_tile += work.per_head
     close_turns(GROUP)
-    wait_full(shared.ds, count - 1)
-    part = _product_of_queries(shared, count - 1, tile, GROUP)
-    _add_queries(warpgroup_mma_wait(0, [part]), dq, before, tile, GROUP)
-    _store(total, views, shared, work, spec, GROUP)
+    if GROUP == _DV:
+        _store(total, out, work, shared.k, shared.v)
+    else:
+        _store(total * spec.scores.scale, out, work, shared.v, shared.k)
 
 
 @gluon.jit
-def _step(
-    total, before, shared, count, i, first_tile, keys, at, head, dq, spec, tile,
-    GROUP: gl.constexpr, EDGE: gl.constexpr, FIRST: gl.constexpr,
-):  # fmt: skip
-    """The block of queries i …, use `count` of the rings; `before` is the tile of dq of the step before. EDGE:
-    not all pairs are seen. FIRST: there was no step before."""
+def _store(total, out, work, own, other):
+    """A gradient takes the place of what it is of, once the other consumer, which alone reads that, is done."""
+    give_back(own, 0)
+    mbarrier.wait(other.empty.index(0), 0)
+    slot(other, 0).store(total.to(other.data.dtype))
+    rows = Part(work.at.number, work.at.start_k, work.at.sk)
+    store_tile(out, rows, work.at.tile_start, work.kv_head, 0, slot(other, 0))
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _queries_step(
+    total, shared, count, i, keys, at, head, spec, tile, GROUP: gl.constexpr, EDGE: gl.constexpr
+):
+    """The block of queries i …, use `count` of the rings. EDGE: not all pairs are seen."""
     if GROUP == _DV:
         pairs = _probabilities(shared, count, i, keys, at, head, spec, tile, EDGE)
-        total = _products(total, pairs, shared.dout, before, shared, count, dq, tile, GROUP, FIRST)
+        wait_full(shared.dout, count)
+        total = _add_product(total, pairs, shared.dout, count, GROUP)
     else:
         pairs = _derivatives(shared, count, i, keys, at, spec, tile, EDGE)
-        total = _products(total, pairs, shared.q, before, shared, count, dq, tile, GROUP, FIRST)
-    return total, first_tile + i // tile.BLOCK_Q
+        wait_full(shared.q, count)
+        total = _add_product(total, pairs, shared.q, count, GROUP)
+    return total
 
 
 @gluon.jit
 def _probabilities(shared, count, i, keys, at, head, spec, tile, EDGE: gl.constexpr):
     """Pᵀ, in pairs."""
-    TRANSPOSED: gl.constexpr = product_layout(tile.BLOCK_Q)
+    TRANSPOSED: gl.constexpr = product_layout(GROUP_ROWS)
     LINE: gl.constexpr = gl.SliceLayout(0, TRANSPOSED)
-    none = gl.zeros([GROUP_ROWS, tile.BLOCK_Q], gl.float32, TRANSPOSED)
+    none = gl.zeros([GROUP_ROWS, GROUP_ROWS], gl.float32, TRANSPOSED)
     wait_full(shared.q, count)
     await_turn(_DV)
     q = slot(shared.q, count).permute((1, 0))
@@ -220,11 +260,10 @@ def _probabilities(shared, count, i, keys, at, head, spec, tile, EDGE: gl.conste
 
 @gluon.jit
 def _derivatives(shared, count, i, keys, at, spec, tile, EDGE: gl.constexpr):
-    """dSᵀ, in pairs and in shared memory."""
-    TRANSPOSED: gl.constexpr = product_layout(tile.BLOCK_Q)
+    """dSᵀ, in pairs."""
+    TRANSPOSED: gl.constexpr = product_layout(GROUP_ROWS)
     LINE: gl.constexpr = gl.SliceLayout(0, TRANSPOSED)
-    dtype: gl.constexpr = shared.q.data.dtype
-    none = gl.zeros([GROUP_ROWS, tile.BLOCK_Q], gl.float32, TRANSPOSED)
+    none = gl.zeros([GROUP_ROWS, GROUP_ROWS], gl.float32, TRANSPOSED)
     wait_full(shared.dout, count)
     dp = computed(none - shared.delta.index(count % tile.STAGES).load(LINE)[None, :])
     await_turn(_DK)
@@ -241,103 +280,33 @@ def _derivatives(shared, count, i, keys, at, spec, tile, EDGE: gl.constexpr):
         along = (keys - i)[:, None] - low
         seen = pairs_seen(along, high, keys, at.sq - i - low, at, spec, tile.RAGGED)
         ds = gl.where(seen, ds, 0.0)
-    pairs = pack(ds, dtype)
-    wait_empty(shared.ds, count)
-    rounded = unpack(pairs, dtype, TRANSPOSED)
-    slot(shared.ds, count).store(gl.convert_layout(rounded, TRANSPOSED, assert_trivial=True))
-    hand_over(shared.ds, count)
-    return pairs
+    return pack(ds, shared.q.data.dtype)
 
 
 @gluon.jit
-def _products(
-    total, pairs, ring, before, shared, count, dq, tile, GROUP: gl.constexpr, FIRST: gl.constexpr
-):
-    """total + pairs · what is in a ring's slot; and a half of dQ of the step before, under which that runs."""
-    wait_full(ring, count)
-    await_turn(GROUP)
-    if not FIRST:
-        wait_full(shared.ds, count - 1)
-        part = _product_of_queries(shared, count - 1, tile, GROUP)
-    operand = unpack(pairs, ring.data.dtype, product_layout(total.shape[1]))
-    total = warpgroup_mma(operand, slot(ring, count), total, is_async=True)
-    pass_turn(GROUP, _GROUPS)
-    if not FIRST:
-        part = warpgroup_mma_wait(1, [part])
-        give_back(shared.ds, count - 1)
-        _add_queries(part, dq, before, tile, GROUP)
-    total = warpgroup_mma_wait(0, [total])
-    keep(pairs)
-    give_back(ring, count)
-    return total
-
-
-@gluon.jit
-def _product_of_queries(shared, count, tile, GROUP: gl.constexpr):
-    """dS k, on its way, but for the half of the columns that is the other consumer's."""
-    COLUMNS: gl.constexpr = tile.D // 2
-    ds = slot(shared.ds, count).permute((1, 0))
-    k = slot(shared.k, 0).slice(GROUP * COLUMNS, COLUMNS, 1)
-    none = gl.zeros([tile.BLOCK_Q, COLUMNS], gl.float32, product_layout(COLUMNS))
-    return warpgroup_mma(ds, k, none, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def _add_queries(part, dq, number, tile, GROUP: gl.constexpr):
-    """Adds a half to tile `number` of dq: [halves, columns / 8, threads, 4]."""
-    NUMBERS: gl.constexpr = tile.BLOCK_Q * tile.D
-    add_to(dq + gl.cast(number, gl.int64) * NUMBERS + GROUP * (NUMBERS // 2), part)
-
-
-@gluon.jit
-def _store(total, views, shared, work, spec, GROUP: gl.constexpr):
-    """dv takes the place of v, dk that of k, once the other consumer has read what is there."""
-    at = work.at
-    rows = Part(at.number, at.start_k, at.sk)
-    if GROUP == _DV:
-        give_back(shared.k, 0)
-        mbarrier.wait(shared.v.empty.index(0), 0)
-        slot(shared.v, 0).store(total.to(shared.v.data.dtype))
-        store_tile(views.dv, rows, at.tile_start, work.kv_head, 0, slot(shared.v, 0))
-    else:
-        give_back(shared.v, 0)
-        mbarrier.wait(shared.k.empty.index(0), 0)
-        total = total * spec.scores.scale
-        slot(shared.k, 0).store(total.to(shared.k.data.dtype))
-        store_tile(views.dk, rows, at.tile_start, work.kv_head, 0, slot(shared.k, 0))
-    tma.store_wait(0)
-
-
-# ------------------------------------------------------------------ the kernel
-
-
-@gluon.jit
-def _wide_backward_kernel(q, k, v, dout, base, delta, dk, dv, dq, spec, walk, tile):
-    """As hopper_backward.py's, with tiles of 64 keys."""
+def _wide_keys_kernel(q, k, v, dout, base, delta, dk, dv, spec, walk, tile):
+    """q, k, v, dout, dk, dv: descriptors of tiles; base, delta: of lines; spec: Spec; walk: KeysWalk; tile:
+    Tile. Grid: (tiles of keys · key heads · batch entries,)."""
     dtype: gl.constexpr = q.dtype
-    LINES: gl.constexpr = gl.NVMMASharedLayout(0, 32, 1)
-    views = Views(q, k, v, dout, base, delta, dk, dv)
-    # dS of a step is written before that of the step before has been read.
-    ds = gl.allocate_shared_memory(dtype, [2, GROUP_ROWS, tile.BLOCK_Q], shared_layout(2))
+    views = Views(q, k, v, dout, base, delta)
     factor = gl.allocate_shared_memory(
-        gl.float32, [1, GROUP_ROWS, tile.BLOCK_Q], gl.NVMMASharedLayout(128, 32, 2)
+        gl.float32, [1, GROUP_ROWS, GROUP_ROWS], gl.NVMMASharedLayout(128, 32, 2)
     )
     shared = Shared(
         tile_ring(dtype, 1, GROUP_ROWS, tile.D, 1),
         tile_ring(dtype, 1, GROUP_ROWS, tile.DV, 1),
-        tile_ring(dtype, tile.STAGES, tile.BLOCK_Q, tile.D, _GROUPS),
-        gl.allocate_shared_memory(gl.float32, [tile.STAGES, tile.BLOCK_Q], LINES),
-        tile_ring(dtype, tile.STAGES, tile.BLOCK_Q, tile.DV, _GROUPS),
-        gl.allocate_shared_memory(gl.float32, [tile.STAGES, tile.BLOCK_Q], LINES),
-        ring_of(ds, 2, _GROUPS),
+        tile_ring(dtype, tile.STAGES, GROUP_ROWS, tile.D, _GROUPS),
+        _lines(tile.STAGES),
+        tile_ring(dtype, tile.STAGES, GROUP_ROWS, tile.DV, _GROUPS),
+        _lines(tile.STAGES),
         ring_of(factor, 1, 1),
     )
     fence_async_shared()
     gl.warp_specialize(
         [
-            (_produce, (views, shared, spec, walk, tile)),
-            (_consume, (views, shared, dq, spec, walk, tile, 0)),
-            (_consume, (views, shared, dq, spec, walk, tile, 1)),
+            (_produce_queries, (views, shared, spec, walk, tile)),
+            (_consume_queries, (views, dv, shared, spec, walk, tile, 0)),
+            (_consume_queries, (views, dk, shared, spec, walk, tile, 1)),
         ],
         [4, 4],
         [tile.REGISTERS, tile.REGISTERS],
@@ -345,4 +314,148 @@ def _wide_backward_kernel(q, k, v, dout, base, delta, dk, dv, dq, spec, walk, ti
 
 
 # Lengths and strides differ from call to call.
-wide_backward_kernel = General(_wide_backward_kernel)
+wide_keys_kernel = General(_wide_keys_kernel)
+
+
+# ------------------------------------------------------------------ tiles of queries
+
+
+@gluon.jit
+def _work_of_queries(spec, walk):
+    per_head = tiles_per_head(walk, spec)
+    return work_of(gl.program_id(0), per_head, None, walk, spec, _ROWS, GROUP_ROWS, 1, False)
+
+
+@gluon.jit
+def _is_a_tile(spec, walk):
+    """Whether there is one: packed sequences may need fewer programs than there are."""
+    return gl.program_id(0) < tiles_per_head(walk, spec) * walk.heads
+
+
+@gluon.jit
+def _produce_keys(views, shared, spec, walk, tile):
+    if _is_a_tile(spec, walk):
+        work = _work_of_queries(spec, walk)
+        at = work.at
+        queries = Part(at.number, at.start_q, at.sq)
+        keys = Part(at.number, at.start_k, at.sk)
+        # As work_of_keys numbers blocks of queries.
+        lines = (spec.sizes.sq + GROUP_ROWS - 1) // GROUP_ROWS
+        if spec.packed is None:
+            line = (at.number * spec.sizes.heads + work.head) * lines
+        else:
+            lines += spec.packed.count + 1
+            line = work.head * lines + at.start_q // GROUP_ROWS + at.number
+        line += at.tile_start // GROUP_ROWS
+        for group in range(_GROUPS):
+            # Of rows past the last the line may be another's: nothing comes of them.
+            row = at.tile_start + group * GROUP_ROWS
+            _load_queries(views, shared, queries, row, work.head, line + group, group)
+        for count in range(work.blocks):
+            j = work.first + count * GROUP_ROWS
+            wait_empty(shared.k, count)
+            load_tile(views.k, keys, j, work.kv_head, shared.k, count)
+            wait_empty(shared.v, count)
+            load_tile(views.v, keys, j, work.kv_head, shared.v, count)
+
+
+@gluon.jit
+def _consume_keys(views, out, shared, spec, walk, tile, GROUP: gl.constexpr):
+    if _is_a_tile(spec, walk):
+        BANDED: gl.constexpr = (spec.band.left is not None) or (spec.band.right is not None)
+        EDGE: gl.constexpr = BANDED or tile.RAGGED
+        LAYOUT: gl.constexpr = gl.SliceLayout(1, product_layout(GROUP_ROWS))
+        work = _work_of_queries(spec, walk)
+        at = work.at
+        i0 = at.tile_start + GROUP * GROUP_ROWS
+        rows = interval(i0 + gl.arange(0, GROUP_ROWS, LAYOUT), at, spec)
+        blocks = blocks_of(rows.number, at.tile_start, work, spec, _ROWS, GROUP_ROWS)
+        full_first = blocks.full_first if EDGE else 0
+        full_last = blocks.full_last if EDGE else work.blocks
+        dq = gl.zeros([GROUP_ROWS, tile.D], gl.float32, product_layout(tile.D))
+        wait_full(shared.q, GROUP)
+        wait_full(shared.dout, GROUP)
+        base = shared.base.index(GROUP).load(LAYOUT)
+        delta = shared.delta.index(GROUP).load(LAYOUT)
+        open_turns(GROUP, _GROUPS)
+        if EDGE:
+            for n in range(0, full_first):
+                dq = _keys_step(dq, shared, n, rows, base, delta, work, spec, GROUP, True)
+        for n in range(full_first, full_last):
+            dq = _keys_step(dq, shared, n, rows, base, delta, work, spec, GROUP, False)
+        if EDGE:
+            for n in range(full_last, work.blocks):
+                dq = _keys_step(dq, shared, n, rows, base, delta, work, spec, GROUP, True)
+        close_turns(GROUP)
+        # dq takes the place of q.
+        dq = dq * spec.scores.scale
+        slot(shared.q, GROUP).store(dq.to(shared.q.data.dtype))
+        queries = Part(at.number, at.start_q, at.sq)
+        store_tile(out, queries, i0, work.head, 0, slot(shared.q, GROUP))
+        tma.store_wait(0)
+
+
+@gluon.jit
+def _keys_step(
+    dq, shared, count, rows, base, delta, work, spec, GROUP: gl.constexpr, EDGE: gl.constexpr
+):
+    """Block `count` of the keys. EDGE: not all pairs are seen."""
+    PRODUCT: gl.constexpr = product_layout(GROUP_ROWS)
+    none = gl.zeros([GROUP_ROWS, GROUP_ROWS], gl.float32, PRODUCT)
+    j = work.first + count * GROUP_ROWS
+    wait_full(shared.k, count)
+    dp = computed(none - delta[:, None])
+    await_turn(GROUP)
+    k = slot(shared.k, count).permute((1, 0))
+    s = warpgroup_mma(slot(shared.q, GROUP), k, none, use_acc=False, is_async=True)
+    wait_full(shared.v, count)
+    v = slot(shared.v, count).permute((1, 0))
+    dp = warpgroup_mma(slot(shared.dout, GROUP), v, dp, is_async=True)
+    pass_turn(GROUP, _GROUPS)
+    s = warpgroup_mma_wait(1, [s])
+    low, high = split_columns(s)
+    across = (rows.number - j)[:, None] - low
+    capped = logits(s, work.at, work.head, across, high, None, spec)
+    s = capped.s
+    if EDGE:
+        seen = high < (rows.hi - j)[:, None] - low
+        if spec.band.left is not None:
+            seen = seen & (high >= (rows.lo - j)[:, None] - low)
+        s = gl.where(seen, s, NEG_INF)
+    p = probabilities(s, base[:, None], 0.0, spec)
+    ds = p * warpgroup_mma_wait(0, [dp])
+    give_back(shared.v, count)
+    if spec.scores.softcap is not None:
+        ds = ds * (1.0 - capped.tanh * capped.tanh)
+    if EDGE:
+        ds = gl.where(seen, ds, 0.0)
+    return _add_product(dq, pack(ds, shared.k.data.dtype), shared.k, count, GROUP)
+
+
+@gluon.jit
+def _wide_queries_kernel(q, k, v, dout, base, delta, dq, spec, walk, tile):
+    """As _wide_keys_kernel; walk: Walk. Grid: (tiles of 128 queries · heads · batch entries,), or more."""
+    dtype: gl.constexpr = q.dtype
+    views = Views(q, k, v, dout, base, delta)
+    shared = Shared(
+        tile_ring(dtype, 2, GROUP_ROWS, tile.D, _GROUPS),
+        tile_ring(dtype, tile.STAGES - 1, GROUP_ROWS, tile.DV, _GROUPS),
+        tile_ring(dtype, _GROUPS, GROUP_ROWS, tile.D, 1),
+        _lines(_GROUPS),
+        tile_ring(dtype, _GROUPS, GROUP_ROWS, tile.DV, 1),
+        _lines(_GROUPS),
+        None,
+    )
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (_produce_keys, (views, shared, spec, walk, tile)),
+            (_consume_keys, (views, dq, shared, spec, walk, tile, 0)),
+            (_consume_keys, (views, dq, shared, spec, walk, tile, 1)),
+        ],
+        [4, 4],
+        [tile.REGISTERS, tile.REGISTERS],
+    )
+
+
+wide_queries_kernel = General(_wide_queries_kernel)
