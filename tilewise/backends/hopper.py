@@ -3,7 +3,8 @@
 The TMA engine reads q, k and v as they lie: any strides that are multiples of 16 bytes, no copy. Programs
 stay on their multiprocessors and draw tiles (kernels/hopper_forward.py), those of packed sequences in an
 order that is made on the device (kernels/hopper_schedule.py). The backward pass adds up dQ in any order
-(kernels/hopper_backward.py). What these kernels do not take is left to the Triton backend.
+(kernels/hopper_backward.py); of head dims above 128 it adds up nothing (kernels/hopper_backward_wide.py).
+What these kernels do not take is left to the Triton backend.
 
 As there, a NaN or Inf in a key or value that some rows see may reach rows that do not see it, here those
 whose tile shares a block of keys with it; in the backward pass one in a row of q or dout may likewise reach
@@ -394,7 +395,7 @@ def _backward_unsupported(problem: Problem) -> list[str]:
     reasons = [f"{name}: not served" for name, value in given.items() if value is not None]
     if problem.packed is not None and not _all_is_seen(problem):
         reasons.append("packed sequences: cu_seqlens_q and cu_seqlens_k must be one tensor")
-    if problem.deterministic:
+    if problem.deterministic and not _backward_plan(problem).wide:
         reasons.append("deterministic: the order of sums differs from run to run")
     widths = {"q": problem.q.shape[-1], "v": problem.v.shape[-1]}
     for name, width in widths.items():

@@ -405,12 +405,13 @@ def _keys_step(
     j = work.first + count * GROUP_ROWS
     wait_full(shared.k, count)
     dp = computed(none - delta[:, None])
+    own = _anew(GROUP, count)
     await_turn(GROUP)
     k = slot(shared.k, count).permute((1, 0))
-    s = warpgroup_mma(slot(shared.q, GROUP), k, none, use_acc=False, is_async=True)
+    s = warpgroup_mma(slot(shared.q, own), k, none, use_acc=False, is_async=True)
     wait_full(shared.v, count)
     v = slot(shared.v, count).permute((1, 0))
-    dp = warpgroup_mma(slot(shared.dout, GROUP), v, dp, is_async=True)
+    dp = warpgroup_mma(slot(shared.dout, own), v, dp, is_async=True)
     pass_turn(GROUP, _GROUPS)
     s = warpgroup_mma_wait(1, [s])
     low, high = split_columns(s)
@@ -430,6 +431,13 @@ def _keys_step(
     if EDGE:
         ds = gl.where(seen, ds, 0.0)
     return _add_product(dq, pack(ds, shared.k.data.dtype), shared.k, count, GROUP)
+
+
+@gluon.jit
+def _anew(number, count):
+    """A number as if it changed with count: addresses that are the same in all steps would take registers, or
+    spills, in all."""
+    return keep(count) - count + number
 
 
 @gluon.jit
