@@ -12,7 +12,8 @@ printed. `variants` times other plans than the chosen ones.
 `sanitize` and `sanitize-gradients` have one small case of each kind of kernel, to be run by themselves:
 
     compute-sanitizer --tool racecheck --kernel-name kns=forward_kernel --kernel-name kns=backward_kernel \\
-        --kernel-name kns=schedule_kernel python benchmarks/hopper_check.py --inside sanitize
+        --kernel-name kns=wide_ --kernel-name kns=schedule_kernel \\
+        python benchmarks/hopper_check.py --inside sanitize
 """
 
 from __future__ import annotations

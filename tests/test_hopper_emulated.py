@@ -96,7 +96,7 @@ def seen(problem: Problem) -> tuple[Tensor, Tensor]:
         (Shape(b=2, sq=400, sk=400, d=96, dv=8), {"window_size": (70, 130)}),
         (Shape(sq=333, sk=257), {"window_size": (2**62, 5), "softcap": 3.0}),
         (Shape(sq=257, sk=333, dv=128), {"window_size": (None, 2**62), "scale": -0.3}),
-        # Wide: tiles of 64 keys, each consumer with one gradient.
+        # Wide: gradients of keys and of queries by two kernels.
         (Shape(d=256, dv=256), {}),
         (Shape(sq=64, sk=64, hq=1, d=256, dv=256), {}),  # one step
         (Shape(sq=128, sk=64, hq=1, d=256, dv=256), {}),  # two
@@ -224,6 +224,7 @@ def test_a_gradient_that_is_one_number() -> None:
         (Shape(), {}, True),
         (Shape(b=2, sq=300, sk=300, d=96, dv=8), {"causal": True}, True),
         (Shape(sq=3, hq=6, hkv=2, d=128), {"window_size": (None, 9)}, True),
+        (Shape(sq=70, sk=70, d=192), {"causal": True}, True),
         # What no row sees is cleared by PyTorch.
         (Shape(), {"window_size": (9, None)}, False),
     ],
@@ -357,7 +358,7 @@ def nothing(*given: object) -> None:
         {"wait_full": nothing},
         {"wait_empty": nothing},
         {"give_back": nothing},
-        {"hand_over": nothing},
+        {"hand_to_threads": nothing},
         {"pass_turn": nothing},
         {"open_turns": nothing},
         {"pairs_seen": lambda along, *_: along == along},

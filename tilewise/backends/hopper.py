@@ -350,20 +350,29 @@ def backward(
     gradients = Gradients(dq, dk, dv, Scores(problem.scores.scale))
     if plan.wide:
         sides = (plan.d, plan.dv, plan.stages, ragged, registers)
-        tile = wide_kernels.Tile(*map(kernels.constexpr, sides))
+        wide = wide_kernels.Tile(*map(kernels.constexpr, sides))
         launch(
-            wide_kernels.wide_keys_kernel, programs, q.device, *views, spec, walk, tile, **options
+            wide_kernels.wide_keys_kernel, programs, q.device, *views, spec, walk, wide, **options
         )
-        programs, walk = _walk_of_queries(problem, q, spec, walk.offset)
-        views = (*views[:6], view(dq[..., rows, :, :], _GROUP_ROWS, 1, plan.d))
-        kernel = wide_kernels.wide_queries_kernel
-        launch(kernel, programs, q.device, *views, spec, walk, tile, **options)
+        programs, order = _walk_of_queries(problem, q, spec, walk.offset)
+        shared = (*views[:6], view(dq[..., rows, :, :], plan.block_q, 1, plan.d))
+        launch(
+            wide_kernels.wide_queries_kernel,
+            programs,
+            q.device,
+            *shared,
+            spec,
+            order,
+            wide,
+            **options,
+        )
         return gradients
     tile = kernels.Tile(*map(kernels.constexpr, (*plan[1:5], ragged, plan.held, registers)))
     launch(kernels.backward_kernel, programs, q.device, *views, sums, spec, walk, tile, **options)
     place = twins.tokens(dq[..., rows, :, :])
-    sides = (q.shape[-1], plan.block_q, plan.d)
-    launch(kernels.rows_kernel, tiles, q.device, sums, place, spec, *sides)
+    launch(
+        kernels.rows_kernel, tiles, q.device, sums, place, spec, q.shape[-1], plan.block_q, plan.d
+    )
     return gradients
 
 

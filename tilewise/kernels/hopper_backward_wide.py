@@ -33,6 +33,7 @@ from tilewise.kernels.hopper_pipeline import (
     close_turns,
     computed,
     give_back,
+    hand_to_threads,
     keep,
     load_tile,
     load_tile_and_line,
@@ -253,8 +254,7 @@ def _probabilities(shared, count, i, keys, at, head, spec, tile, EDGE: gl.conste
         p = p * (1.0 - capped.tanh * capped.tanh)
     wait_empty(shared.factor, count)
     slot(shared.factor, count).store(p)
-    # No matrix instruction reads it: there is nothing to fence.
-    mbarrier.arrive(shared.factor.full.index(0))
+    hand_to_threads(shared.factor, count)
     return pairs
 
 
