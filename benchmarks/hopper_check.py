@@ -12,7 +12,8 @@ printed. `variants` times other plans than the chosen ones.
 `sanitize` and `sanitize-gradients` have one small case of each kind of kernel, to be run by themselves:
 
     compute-sanitizer --tool racecheck --kernel-name kns=forward_kernel --kernel-name kns=backward_kernel \\
-        --kernel-name kns=schedule_kernel python benchmarks/hopper_check.py --inside sanitize
+        --kernel-name kns=wide_ --kernel-name kns=schedule_kernel \\
+        python benchmarks/hopper_check.py --inside sanitize
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from torch import Tensor
 
 import tilewise
 from tilewise import testing
-from tilewise.backends import hopper, reference
+from tilewise.backends import hopper, reference, triton
 from tilewise.cli.gpu_cases import USUAL
 from tilewise.kernels import twins
 from tilewise.results import accumulation_dtype
@@ -233,7 +234,7 @@ def packed_cases() -> Iterator[Case]:
 
 def gradient_cases() -> Iterator[Case]:
     """What the backward pass takes."""
-    for d in (128, 64):
+    for d in (128, 64, 256):
         for options, mask in ((None, "full"), (causal, "causal")):
             for s in (1, 63, 64, 65, 127, 128, 129, 300, 512, 1100):
                 yield dense(f"gradients, D{d}, S {s}, {mask}", options, head_dim=d, sq=s)
@@ -260,7 +261,8 @@ def gradient_cases() -> Iterator[Case]:
                     layout="packed",
                     lengths=tuple((n, n) for n in lengths),
                 )
-    for d, dv in ((40, 80), (96, 96), (128, 64), (64, 128), (8, 8)):
+    wide = ((192, 192), (192, 128), (256, 64), (64, 256), (136, 200))
+    for d, dv in ((40, 80), (96, 96), (128, 64), (64, 128), (8, 8), *wide):
         yield dense(f"gradients, D {d}, Dv {dv}", causal, sq=300, head_dim=d, value_dim=dv)
 
 
@@ -269,6 +271,7 @@ def sanitized_gradients() -> Iterator[Case]:
     yield dense("gradients, causal", causal, **small)
     yield dense("gradients, window, D64", features()["window 100, 20"], **small, head_dim=64)
     yield dense("gradients, softcap, Dv 40", features()["softcap"], **small, value_dim=40)
+    yield dense("gradients, causal, D256", causal, **small, head_dim=256)
     lengths = tuple((n, n) for n in (100, 0, 3, 130))
     yield dense("gradients, packed", causal, **small, layout="packed", lengths=lengths)
 
@@ -823,14 +826,14 @@ def gradients_needed(parts: list[str]) -> Iterator[Problem]:
 
 def what_gradients_take(problem: Problem) -> tuple[Any, ...]:
     """As what_it_takes, and what the backward kernels depend on."""
-    ragged = problem.packed is not None
+    plan, ragged = hopper._backward_plan(problem), problem.packed is not None
     if problem.packed is None:
         first, last = hopper._seen_keys(problem)
-        ragged = (last - first) % hopper._KEYS != 0
+        ragged = (last - first) % plan.keys != 0
     widths = (problem.q.shape[-1], problem.v.shape[-1])
     return (
         what_it_takes(problem),
-        hopper._backward_plan(problem),
+        plan,
         ragged,
         widths,
         problem.band.align,
@@ -955,7 +958,8 @@ def backward_cells() -> Iterator[tuple[int, int, bool]]:
 
 
 def backward_speed(folder: Path) -> None:
-    """The same of the backward pass. cuDNN's is called by autograd, eagerly."""
+    """The same of the backward pass; of wide heads the Triton backend's beside it. cuDNN's is called by
+    autograd, eagerly."""
     fa3 = flash_attention_3()
     rows: list[dict[str, Any]] = []
     for d, s, flag in backward_cells():
@@ -967,6 +971,9 @@ def backward_speed(folder: Path) -> None:
             ours = graphed(functools.partial(hopper.backward, problem, result, dout, None))
             calls = {"tilewise": ours[0], "cudnn": cudnn_backward(q, k, v, dout, flag)}
             off = math.nan
+            if d > 128:
+                given = (problem, result, dout, None)
+                calls["triton"] = graphed(functools.partial(triton.backward, *given))[0]
             if fa3 is not None:
                 theirs = [torch.empty_like(t) for t in (q, k, v)]
                 given = (dout, q, k, v, result.out, result.lse, *theirs)

@@ -1,4 +1,4 @@
-"""Runs the Hopper backward kernel on a CPU: its own code, warpgroups as threads, memory as tensors.
+"""Runs the Hopper backward kernels on a CPU: its own code, warpgroups as threads, memory as tensors.
 
 Gluon has no interpreter. Here its functions are what they say in PyTorch, in float64: a kernel's Python runs
 as it stands, its warpgroups in an order drawn at random wherever they wait for each other. Copies of the TMA
@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import ctypes
+import functools
 import itertools
 import random
 import threading
@@ -31,7 +32,7 @@ from triton.runtime.jit import JITFunction
 
 from tilewise.backends import hopper
 from tilewise.backends import triton as triton_backend
-from tilewise.kernels import hopper_backward, replay
+from tilewise.kernels import hopper_backward, hopper_backward_wide, replay
 from tilewise.results import Gradients, Result
 from tilewise.spec import Problem
 
@@ -372,6 +373,10 @@ def pointed(value: Any) -> Any:
     return value
 
 
+def emulated_argument(value: Any) -> Any:
+    return View(value) if isinstance(value, TensorDescriptor) else pointed(unwrapped(value))
+
+
 def add_to(start: _Pointer, product: Tensor) -> None:
     """Into numbers that lie row by row, not as registers hold them."""
     start.t[start.at : start.at + product.numel()] += product.flatten()
@@ -421,14 +426,24 @@ def language(program: Callable[[], Program]) -> Any:
             return torch.where(condition, a, b)
         return a if condition else b
 
+    def least(a: Any, b: Any) -> Any:
+        if isinstance(a, Tensor):
+            return a.clamp(max=b) if isinstance(b, int) else torch.minimum(a, b)
+        return Number(min(a, b))
+
+    def most(a: Any, b: Any) -> Any:
+        if isinstance(a, Tensor):
+            return a.clamp(min=b) if isinstance(b, int) else torch.maximum(a, b)
+        return Number(max(a, b))
+
     return types.SimpleNamespace(
         constexpr=lambda x: x,
         program_id=lambda axis: Number(program().number),
         arange=lambda first, last, layout=None: torch.arange(first, last),
         zeros=lambda shape, dtype, layout=None: torch.zeros(shape, dtype=F64),
         where=pick,
-        minimum=lambda a, b: Number(min(a, b)),
-        maximum=lambda a, b: Number(max(a, b)),
+        minimum=least,
+        maximum=most,
         cdiv=lambda a, b: Number((a + b - 1) // b),
         cast=lambda x, dtype: Number(x).to(dtype),
         load=lambda pointer, mask=True, other=0: pointer.load(mask, other),
@@ -522,19 +537,25 @@ def emulating(seed: int = 0, **instead: Callable[..., Any]) -> Iterator[None]:
     dice = random.Random(seed)
     running: list[Program] = []
     names = {**_globals(lambda: running[-1]), **instead}
-    kernel = emulated(hopper_backward._backward_kernel, names, {})
+    known: dict[str, dict[str, Any]] = {}
 
-    def backward_kernel(programs: int, *given: Any) -> None:
-        *views, sums, spec, walk, tile = given
-        views = [View(view) for view in views]
+    def backward_kernel(kernel: Callable[..., None], programs: int, *given: Any) -> None:
+        arguments = [emulated_argument(argument) for argument in given]
         numbers = list(range(programs))
         dice.shuffle(numbers)
         for number in numbers:
             running[:] = [Program(number, dice)]
-            kernel(*views, _Pointer(sums), *map(pointed, map(unwrapped, (spec, walk, tile))))
+            kernel(*arguments)
 
     kernels = {
-        "_backward_kernel": backward_kernel,
+        **{
+            kernel.__name__: functools.partial(backward_kernel, emulated(kernel, names, known))
+            for kernel in (
+                hopper_backward._backward_kernel,
+                hopper_backward_wide._wide_keys_kernel,
+                hopper_backward_wide._wide_queries_kernel,
+            )
+        },
         "delta_kernel": delta_kernel,
         "rows_kernel": rows_kernel,
         "schedule_kernel": schedule_kernel,
@@ -604,14 +625,15 @@ def delta_kernel(
     lse: Any,
     base: Any,
     delta: Any,
-    cleared: Tensor,
+    cleared: Tensor | None,
     *sides: Any,
 ) -> None:
     spec, folded, _, block, _, share, padded = sides
     assert padded
-    assert cleared.numel() == programs * share
-    assert share.bit_count() == 1
-    cleared.zero_()
+    if cleared is not None:
+        assert cleared.numel() == programs * share
+        assert share.bit_count() == 1
+        cleared.zero_()
     total = (out.data.double() * dout.data.double()).sum(-1).transpose(-2, -1)
     if dlse is not None:
         total = total - dlse.data

@@ -1,4 +1,4 @@
-"""The Hopper backward kernel in the emulator: its numbers, and that its warpgroups neither wait for each
+"""The Hopper backward kernels in the emulator: its numbers, and that its warpgroups neither wait for each
 other for ever nor overwrite what another still reads."""
 
 import itertools
@@ -96,6 +96,15 @@ def seen(problem: Problem) -> tuple[Tensor, Tensor]:
         (Shape(b=2, sq=400, sk=400, d=96, dv=8), {"window_size": (70, 130)}),
         (Shape(sq=333, sk=257), {"window_size": (2**62, 5), "softcap": 3.0}),
         (Shape(sq=257, sk=333, dv=128), {"window_size": (None, 2**62), "scale": -0.3}),
+        # Wide: gradients of keys and of queries by two kernels.
+        (Shape(d=256, dv=256), {}),
+        (Shape(sq=64, sk=64, hq=1, d=256, dv=256), {}),  # one step
+        (Shape(sq=128, sk=64, hq=1, d=256, dv=256), {}),  # two
+        (Shape(sq=330, sk=128, hq=4, d=256, dv=256), {"causal": True, "align": "top-left"}),
+        (Shape(b=2, sq=257, sk=200, d=192, dv=192), {"window_size": (70, 130)}),
+        (Shape(sq=130, sk=200, d=192, dv=128), {"causal": True, "softcap": 3.0}),
+        (Shape(sq=130, sk=200, d=64, dv=256), {"window_size": (0, 0)}),
+        (Shape(sq=130, sk=200, d=256, dv=64), {"window_size": (2**62, 5), "scale": -0.3}),
     ],
 )
 @pytest.mark.parametrize("of_lse", [False, True])
@@ -103,13 +112,14 @@ def test_gradients(shape: Shape, options: dict[str, Any], of_lse: bool) -> None:
     check(shape, sum(shape) + of_lse, of_lse, **options)
 
 
+@pytest.mark.parametrize("widths", [(8, 40, 64, 72, 96, 128), (8, 64, 136, 192, 200, 256)])
 @pytest.mark.parametrize("seed", range(6))
-def test_any_shape_and_band(seed: int) -> None:
+def test_any_shape_and_band(seed: int, widths: tuple[int, ...]) -> None:
     dice = random.Random(seed)
     lengths = (1, 2, 3, 63, 64, 65, 127, 128, 129, 191, 192, 193, 256, 257, 320, 400)
     for number in range(6):
         hkv = dice.choice((1, 1, 2))
-        d, dv = (dice.choice((8, 40, 64, 72, 96, 128)) for _ in range(2))
+        d, dv = (dice.choice(widths) for _ in range(2))
         shape = Shape(
             dice.choice((1, 1, 2)),
             *dice.choices((*lengths, dice.randint(1, 420)), k=2),
@@ -139,11 +149,14 @@ def test_any_shape_and_band(seed: int) -> None:
         ((128, 256), 0),
     ],
 )
-def test_packed(lengths: tuple[int, ...], past: int, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("d", "dv"), [(64, 40), (256, 136)])
+def test_packed(
+    lengths: tuple[int, ...], past: int, options: dict[str, Any], d: int, dv: int
+) -> None:
     """Sequences side by side, with NaN in tokens past the last."""
     torch.manual_seed(len(lengths))
     total = sum(lengths) + past
-    q, k, v, dout = (t[0] for t in tensors(Shape(sq=total, sk=total, hq=4, hkv=2, d=64, dv=40)))
+    q, k, v, dout = (t[0] for t in tensors(Shape(sq=total, sk=total, hq=4, hkv=2, d=d, dv=dv)))
     cu = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
     options = {**options, "cu_seqlens_q": cu, "cu_seqlens_k": cu}
     exact = problem_of(q.double(), k.double(), v.double(), **options)
@@ -211,6 +224,7 @@ def test_a_gradient_that_is_one_number() -> None:
         (Shape(), {}, True),
         (Shape(b=2, sq=300, sk=300, d=96, dv=8), {"causal": True}, True),
         (Shape(sq=3, hq=6, hkv=2, d=128), {"window_size": (None, 9)}, True),
+        (Shape(sq=70, sk=70, d=192), {"causal": True}, True),
         # What no row sees is cleared by PyTorch.
         (Shape(), {"window_size": (9, None)}, False),
     ],
@@ -337,13 +351,14 @@ def nothing(*given: object) -> None:
     pass
 
 
+@pytest.mark.parametrize("width", [64, 256])
 @pytest.mark.parametrize(
     "fault",
     [
         {"wait_full": nothing},
         {"wait_empty": nothing},
         {"give_back": nothing},
-        {"hand_over": nothing},
+        {"hand_to_threads": nothing},
         {"pass_turn": nothing},
         {"open_turns": nothing},
         {"pairs_seen": lambda along, *_: along == along},
@@ -351,7 +366,7 @@ def nothing(*given: object) -> None:
     ],
     ids=lambda fault: next(iter(fault)),
 )
-def test_the_emulator_finds_faults(fault: dict[str, Any]) -> None:
+def test_the_emulator_finds_faults(fault: dict[str, Any], width: int) -> None:
     real = emulator.backward
 
     def faulty(*given: Any) -> Any:
@@ -360,4 +375,4 @@ def test_the_emulator_finds_faults(fault: dict[str, Any]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(emulator, "backward", faulty)
         with pytest.raises(AssertionError):
-            check(Shape(sq=500, sk=200), 0, causal=True)
+            check(Shape(sq=500, sk=200, d=width, dv=width), 0, causal=True)

@@ -418,6 +418,7 @@ def main() -> None:
         for lengths, past in (((5,), 0), ((40, 1, 0, 100, 16, 17), 3), ((0, 0, 33), 20)):
             check_packed_keys(lengths, past, window_size=window)
     check_rows(64, 64)
+    check_rows(200, 256)
     check_rows(96, 128)
     check_packed_rows((5, 0, 130, 64, 1), 70)
     check_stats()

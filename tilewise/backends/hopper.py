@@ -3,7 +3,8 @@
 The TMA engine reads q, k and v as they lie: any strides that are multiples of 16 bytes, no copy. Programs
 stay on their multiprocessors and draw tiles (kernels/hopper_forward.py), those of packed sequences in an
 order that is made on the device (kernels/hopper_schedule.py). The backward pass adds up dQ in any order
-(kernels/hopper_backward.py). What these kernels do not take is left to the Triton backend.
+(kernels/hopper_backward.py); of head dims above 128 it adds up nothing (kernels/hopper_backward_wide.py).
+What these kernels do not take is left to the Triton backend.
 
 As there, a NaN or Inf in a key or value that some rows see may reach rows that do not see it, here those
 whose tile shares a block of keys with it; in the backward pass one in a row of q or dout may likewise reach
@@ -34,8 +35,6 @@ LARGEST_HEAD_DIM = 256
 _ALIGNMENT = 16
 _VERSIONS = ((3, 6), (3, 9))
 _GROUP_ROWS = 64
-# Keys of a tile of the backward pass.
-_KEYS = 2 * _GROUP_ROWS
 # Shared memory of a block, and what of it barriers and numbers may take.
 _SHARED_BYTES, _BARRIERS = 227 * 1024, 640
 # By the number of consumers: registers of a thread at the start, which fill the multiprocessor, and those
@@ -48,7 +47,8 @@ _L2_SHARE, _L2_SHARE_PACKED = 16 * 2**20, 32 * 2**20
 _FEWEST_OPERATIONS = 2**32
 # How many multiprocessors a GPU has that is not here.
 _MULTIPROCESSORS = 132
-_LARGEST_BACKWARD = 128
+# Up to which registers hold the gradients of 128 keys in the backward pass.
+_WIDE = 128
 # Coordinates of packed tokens are 32-bit.
 _LARGEST_COUNT = 2**30
 
@@ -307,6 +307,7 @@ def backward(
     if _backward_unsupported(problem):
         return triton.backward(problem, result, dout, dlse, wanted)
     from tilewise.kernels import hopper_backward as kernels
+    from tilewise.kernels import hopper_backward_wide as wide_kernels
     from tilewise.kernels.hopper_walk import KeysWalk
 
     plan, packed = _backward_plan(problem), problem.packed
@@ -314,7 +315,7 @@ def backward(
         rows, keys, spec, walk = _seen_part(problem)
     else:
         rows, keys, spec = slice(None), slice(None), twins.spec(problem)
-        schedule = _schedule(problem.k, spec, _KEYS, of_keys=True)
+        schedule = _schedule(problem.k, spec, plan.keys, of_keys=True)
         walk = KeysWalk(0, schedule, spec.packed.count.bit_length())
     q, k, v = (t[..., part, :, :] for t, part in zip(problem[:3], (rows, keys, keys), strict=True))
     dout, out, lse = dout[..., rows, :, :], result.out[..., rows, :, :], result.lse[..., rows]
@@ -324,7 +325,9 @@ def backward(
         for whole, part in zip(problem[:3], (q, k, v), strict=True)
     )
     tiles = twins.most_tiles(problem, q, plan.block_q) * q.shape[-2]
-    sums = q.new_empty(tiles * plan.block_q * plan.d, dtype=torch.float32)
+    sums = None
+    if not plan.wide:
+        sums = q.new_empty(tiles * plan.block_q * plan.d, dtype=torch.float32)
     room = tiles // lse.shape[:-1].numel() * plan.block_q
     base, delta = (lse.new_empty((*lse.shape[:-1], room)) for _ in "12")
     dlse = None if dlse is None else dlse[..., rows]
@@ -332,24 +335,57 @@ def backward(
     view = _view if packed is None else _clipped
     views = (
         view(q, plan.block_q, 1, plan.d),
-        view(k, _KEYS, 1, plan.d),
-        view(v, _KEYS, 1, plan.dv),
+        view(k, plan.keys, 1, plan.d),
+        view(v, plan.keys, 1, plan.dv),
         view(dout, plan.block_q, 1, plan.dv),
         _line_view(base, plan.block_q),
         _line_view(delta, plan.block_q),
-        view(dk[..., keys, :, :], _KEYS, 1, plan.d),
-        view(dv[..., keys, :, :], _KEYS, 1, plan.dv),
+        view(dk[..., keys, :, :], plan.keys, 1, plan.d),
+        view(dv[..., keys, :, :], plan.keys, 1, plan.dv),
     )
     maxnreg, registers = _REGISTERS[2]
-    ragged = packed is not None or k.shape[1] % _KEYS != 0
-    tile = kernels.Tile(*map(kernels.constexpr, (*plan[:4], ragged, plan.held, registers)))
-    programs = twins.most_tiles(problem, k, _KEYS) * k.shape[-2]
+    ragged = packed is not None or k.shape[1] % plan.keys != 0
+    programs = twins.most_tiles(problem, k, plan.keys) * k.shape[-2]
     options = {"num_warps": 4, "maxnreg": maxnreg}
+    gradients = Gradients(dq, dk, dv, Scores(problem.scores.scale))
+    if plan.wide:
+        sides = (plan.d, plan.dv, plan.stages, ragged, registers)
+        wide = wide_kernels.Tile(*map(kernels.constexpr, sides))
+        launch(
+            wide_kernels.wide_keys_kernel, programs, q.device, *views, spec, walk, wide, **options
+        )
+        programs, order = _walk_of_queries(problem, q, spec, walk.offset)
+        shared = (*views[:6], view(dq[..., rows, :, :], plan.block_q, 1, plan.d))
+        launch(
+            wide_kernels.wide_queries_kernel,
+            programs,
+            q.device,
+            *shared,
+            spec,
+            order,
+            wide,
+            **options,
+        )
+        return gradients
+    tile = kernels.Tile(*map(kernels.constexpr, (*plan[1:5], ragged, plan.held, registers)))
     launch(kernels.backward_kernel, programs, q.device, *views, sums, spec, walk, tile, **options)
     place = twins.tokens(dq[..., rows, :, :])
-    sides = (q.shape[-1], plan.block_q, plan.d)
-    launch(kernels.rows_kernel, tiles, q.device, sums, place, spec, *sides)
-    return Gradients(dq, dk, dv, Scores(problem.scores.scale))
+    launch(
+        kernels.rows_kernel, tiles, q.device, sums, place, spec, q.shape[-1], plan.block_q, plan.d
+    )
+    return gradients
+
+
+def _walk_of_queries(problem: Problem, q: Tensor, spec: Any, offset: int) -> tuple[int, Any]:
+    """How many programs walk over tiles of 128 rows; packed, those of all heads before the next."""
+    from tilewise.kernels.hopper_walk import Walk
+
+    rows, heads = 2 * _GROUP_ROWS, q.shape[-2]
+    programs = twins.most_tiles(problem, q, rows) * heads
+    if problem.packed is not None:
+        schedule, steps = _schedule(q, spec, rows), spec.packed.count.bit_length()
+        return programs, Walk(0, heads, heads, 0, schedule, steps, None)
+    return programs, Walk(-(-q.shape[1] // rows), q.shape[0] * heads, 1, offset, None, None, None)
 
 
 def gradients_left_to(problem: Problem) -> str | None:
@@ -368,14 +404,12 @@ def _backward_unsupported(problem: Problem) -> list[str]:
     reasons = [f"{name}: not served" for name, value in given.items() if value is not None]
     if problem.packed is not None and not _all_is_seen(problem):
         reasons.append("packed sequences: cu_seqlens_q and cu_seqlens_k must be one tensor")
-    if problem.deterministic:
+    if problem.deterministic and not _backward_plan(problem).wide:
         reasons.append("deterministic: the order of sums differs from run to run")
     widths = {"q": problem.q.shape[-1], "v": problem.v.shape[-1]}
     for name, width in widths.items():
-        if width > _LARGEST_BACKWARD or width % 8:
-            reasons.append(
-                f"the head dim of {name} must be a multiple of 8 up to {_LARGEST_BACKWARD}, got {width}"
-            )
+        if width % 8:
+            reasons.append(f"the head dim of {name} must be a multiple of 8, got {width}")
     return reasons
 
 
@@ -388,20 +422,28 @@ def _all_is_seen(problem: Problem) -> bool:
 
 
 class _BackwardPlan(NamedTuple):
-    """Blocks of queries, of which `stages` are loaded ahead; the columns that hold D and Dv; whether
-    consumers hold their keys and values in registers."""
+    """Tiles of keys; blocks of queries, of which `stages` are loaded ahead; the columns that hold D and Dv;
+    whether consumers hold their keys and values in registers."""
 
+    keys: int
     block_q: int
     d: int
     dv: int
     stages: int
     held: bool
 
+    @property
+    def wide(self) -> bool:
+        """Whether registers hold no gradients of 128 keys."""
+        return self.keys == _GROUP_ROWS
+
 
 def _backward_plan(problem: Problem) -> _BackwardPlan:
     d, dv = (max(64, twins.power_of_two(t.shape[-1])) for t in (problem.q, problem.v))
     # Two of each leave too little time to load, where the L2 cache is busy with sums of dq.
-    return _BackwardPlan(_GROUP_ROWS, d, dv, 3, d == dv == 64)
+    stages = 3 if d + dv <= _WIDE + LARGEST_HEAD_DIM else 2
+    keys = _GROUP_ROWS if max(d, dv) > _WIDE else 2 * _GROUP_ROWS
+    return _BackwardPlan(keys, _GROUP_ROWS, d, dv, stages, d == dv == 64)
 
 
 def _seen_part(problem: Problem) -> tuple[slice, slice, Any, Any]:

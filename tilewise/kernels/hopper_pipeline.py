@@ -93,6 +93,12 @@ def wait_empty(ring, count):
 def hand_over(ring, count):
     """A producer's share of a slot, written by its threads, may be read, by matrix instructions too."""
     fence_async_shared()
+    hand_to_threads(ring, count)
+
+
+@gluon.jit
+def hand_to_threads(ring, count):
+    """As hand_over, but not by matrix instructions."""
     mbarrier.arrive(ring.full.index(count % ring.data.shape[0]))
 
 
@@ -129,7 +135,7 @@ def put_numbers(ring, count, numbers):
         together = gl.where(index == i, numbers[i], together)
     wait_empty(ring, count)
     slot(ring, count).store(together)
-    mbarrier.arrive(ring.full.index(count % ring.data.shape[0]))
+    hand_to_threads(ring, count)
 
 
 @gluon.jit

@@ -1,0 +1,469 @@
+"""The backward pass on Hopper for head dims above 128, whose gradients of 128 keys registers do not hold.
+
+With tiles of 64 keys the sums of dQ in the L2 cache would be twice those of hopper_backward.py, as many bytes
+as are loaded, and it is the L2 cache that such kernels wait for. So there are two kernels, which sum nothing in
+memory, and compute S and dP twice: 7 products instead of 5, of which 3 load half as much.
+
+Of keys: a program owns 64, and its two consumers each one gradient of theirs, all columns of it: one computes
+Sᵀ, P and dV, the other dPᵀ, dS and dK. What dP − delta is multiplied by goes from the one to the other by shared
+memory, in float32. Of queries: a program owns 128, half of them each of two consumers, which compute S, dP, dS
+and dQ.
+
+Pᵀ, dSᵀ and dS are, in registers, the first operands of the products of dV, dK and dQ. The consumers take turns
+at the tensor cores: what one computes of a step is under the other's products.
+"""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from tilewise.kernels.general import General
+from tilewise.kernels.hopper_pipeline import (
+    GROUP_ROWS,
+    Part,
+    await_turn,
+    close_turns,
+    computed,
+    give_back,
+    hand_to_threads,
+    keep,
+    load_tile,
+    load_tile_and_line,
+    open_turns,
+    pack,
+    pass_turn,
+    product_layout,
+    ring_of,
+    slot,
+    split_columns,
+    store_tile,
+    tile_ring,
+    unpack,
+    wait_empty,
+    wait_full,
+)
+from tilewise.kernels.hopper_walk import (
+    blocks_of,
+    pairs_seen,
+    tiles_per_head,
+    work_of,
+    work_of_keys,
+)
+from tilewise.kernels.score import NEG_INF, interval, logits, probabilities
+
+__all__ = ["Tile", "wide_keys_kernel", "wide_queries_kernel"]
+
+# Consumers; in the kernel of keys by what they own.
+_DV, _DK, _GROUPS = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
+# Of queries, in the kernel of queries.
+_ROWS = gl.constexpr(2 * GROUP_ROWS)
+
+
+class Tile(NamedTuple):
+    """All constexpr. D and DV columns; STAGES blocks of q and dout beside a tile of keys, and of v beside one of
+    queries one less. RAGGED: the last tile of keys may be cut short. REGISTERS of a consumer's threads."""
+
+    D: Any
+    DV: Any
+    STAGES: Any
+    RAGGED: Any
+    REGISTERS: Any
+
+
+class Views(NamedTuple):
+    """Descriptors: of tiles of 64 rows of q, k, v and dout; of base and delta, a line for each of queries."""
+
+    q: Any
+    k: Any
+    v: Any
+    dout: Any
+    base: Any
+    delta: Any
+
+
+class Shared(NamedTuple):
+    """Rings: k and v; q with the line of base, and dout with that of delta; and of what dPᵀ − delta is
+    multiplied by to give dSᵀ."""
+
+    k: Any
+    v: Any
+    q: Any
+    base: Any
+    dout: Any
+    delta: Any
+    factor: Any
+
+
+@gluon.jit
+def _lines(SLOTS: gl.constexpr):
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(0, 32, 1)
+    return gl.allocate_shared_memory(gl.float32, [SLOTS, GROUP_ROWS], LAYOUT)
+
+
+@gluon.jit
+def _load_queries(views, shared, queries, i, head, line, count):
+    wait_empty(shared.q, count)
+    load_tile_and_line(views.q, queries, i, head, views.base, line, shared.q, shared.base, count)
+    wait_empty(shared.dout, count)
+    load_tile_and_line(
+        views.dout, queries, i, head, views.delta, line, shared.dout, shared.delta, count
+    )
+
+
+@gluon.jit
+def _add_product(total, pairs, ring, count, GROUP: gl.constexpr):
+    """total + pairs · what is in a ring's slot, which is given back."""
+    operand = unpack(pairs, ring.data.dtype, product_layout(total.shape[1]))
+    await_turn(GROUP)
+    total = warpgroup_mma(operand, slot(ring, count), total, is_async=True)
+    pass_turn(GROUP, _GROUPS)
+    total = warpgroup_mma_wait(0, [total])
+    keep(pairs)
+    give_back(ring, count)
+    return total
+
+
+# ------------------------------------------------------------------ tiles of keys
+
+
+@gluon.jit
+def _work_of_keys(spec, walk, tile):
+    return work_of_keys(gl.program_id(0), walk, spec, GROUP_ROWS, GROUP_ROWS, tile.RAGGED)
+
+
+@gluon.jit
+def _produce_queries(views, shared, spec, walk, tile):
+    work = _work_of_keys(spec, walk, tile)
+    at = work.at
+    # Nothing is read of tokens that belong to no sequence.
+    keys = Part(
+        at.number, at.start_k, at.sk if spec.packed is None else gl.where(at.real, at.sk, 0)
+    )
+    queries = Part(at.number, at.start_q, at.sq)
+    load_tile(views.k, keys, at.tile_start, work.kv_head, shared.k, 0)
+    load_tile(views.v, keys, at.tile_start, work.kv_head, shared.v, 0)
+    count = 0
+    for member in range(spec.sizes.groups):
+        head = work.kv_head * spec.sizes.groups + member
+        first_line = head * work.per_head + work.first_block
+        for i in range(work.first, work.last, GROUP_ROWS):
+            _load_queries(views, shared, queries, i, head, first_line + i // GROUP_ROWS, count)
+            count += 1
+
+
+@gluon.jit
+def _consume_queries(views, out, shared, spec, walk, tile, GROUP: gl.constexpr):
+    BANDED: gl.constexpr = (spec.band.left is not None) or (spec.band.right is not None)
+    EDGE: gl.constexpr = BANDED or tile.RAGGED
+    # Whether the last blocks of queries may be an edge.
+    TAIL: gl.constexpr = (spec.band.left is not None) or (spec.packed is not None)
+    COLUMNS: gl.constexpr = tile.DV if GROUP == _DV else tile.D
+    work = _work_of_keys(spec, walk, tile)
+    at = work.at
+    LAYOUT: gl.constexpr = gl.SliceLayout(1, product_layout(GROUP_ROWS))
+    keys = at.tile_start + gl.arange(0, GROUP_ROWS, LAYOUT)
+    total = gl.zeros([GROUP_ROWS, COLUMNS], gl.float32, product_layout(COLUMNS))
+    full_first = gl.maximum(work.first, work.full_first) if EDGE else work.first
+    wait_full(shared.k if GROUP == _DV else shared.v, 0)
+    open_turns(GROUP, _GROUPS)
+    head = work.kv_head * spec.sizes.groups
+    count = 0
+    for _ in range(spec.sizes.groups):
+        if EDGE:
+            for i in range(work.first, full_first, GROUP_ROWS):
+                total = _queries_step(
+                    total, shared, count, i, keys, at, head, spec, tile, GROUP, True
+                )
+                count += 1
+        for i in range(full_first, work.full_last, GROUP_ROWS):
+            total = _queries_step(total, shared, count, i, keys, at, head, spec, tile, GROUP, False)
+            count += 1
+        if TAIL:
+            for i in range(gl.maximum(full_first, work.full_last), work.last, GROUP_ROWS):
+                total = _queries_step(
+                    total, shared, count, i, keys, at, head, spec, tile, GROUP, True
+                )
+                count += 1
+        head += 1
+    close_turns(GROUP)
+    if GROUP == _DV:
+        _store(total, out, work, shared.k, shared.v)
+    else:
+        _store(total * spec.scores.scale, out, work, shared.v, shared.k)
+
+
+@gluon.jit
+def _store(total, out, work, own, other):
+    """A gradient takes the place of what it is of, once the other consumer, which alone reads that, is done."""
+    give_back(own, 0)
+    mbarrier.wait(other.empty.index(0), 0)
+    slot(other, 0).store(total.to(other.data.dtype))
+    rows = Part(work.at.number, work.at.start_k, work.at.sk)
+    store_tile(out, rows, work.at.tile_start, work.kv_head, 0, slot(other, 0))
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _queries_step(
+    total, shared, count, i, keys, at, head, spec, tile, GROUP: gl.constexpr, EDGE: gl.constexpr
+):
+    """The block of queries i …, use `count` of the rings. EDGE: not all pairs are seen."""
+    if GROUP == _DV:
+        pairs = _probabilities(shared, count, i, keys, at, head, spec, tile, EDGE)
+        wait_full(shared.dout, count)
+        total = _add_product(total, pairs, shared.dout, count, GROUP)
+    else:
+        pairs = _derivatives(shared, count, i, keys, at, spec, tile, EDGE)
+        wait_full(shared.q, count)
+        total = _add_product(total, pairs, shared.q, count, GROUP)
+    return total
+
+
+@gluon.jit
+def _probabilities(shared, count, i, keys, at, head, spec, tile, EDGE: gl.constexpr):
+    """Pᵀ, in pairs."""
+    TRANSPOSED: gl.constexpr = product_layout(GROUP_ROWS)
+    LINE: gl.constexpr = gl.SliceLayout(0, TRANSPOSED)
+    none = gl.zeros([GROUP_ROWS, GROUP_ROWS], gl.float32, TRANSPOSED)
+    wait_full(shared.q, count)
+    await_turn(_DV)
+    q = slot(shared.q, count).permute((1, 0))
+    s = warpgroup_mma(slot(shared.k, 0), q, none, use_acc=False, is_async=True)
+    pass_turn(_DV, _GROUPS)
+    base = shared.base.index(count % tile.STAGES).load(LINE)
+    s = warpgroup_mma_wait(0, [s])
+    give_back(shared.q, count)
+    low, high = split_columns(s)
+    along = (keys - i)[:, None] - low
+    capped = logits(s, at, head, high, along, None, spec)
+    s = capped.s
+    if EDGE:
+        seen = pairs_seen(along, high, keys, at.sq - i - low, at, spec, tile.RAGGED)
+        s = gl.where(seen, s, NEG_INF)
+    p = probabilities(s, base[None, :], 0.0, spec)
+    pairs = pack(p, shared.q.data.dtype)
+    if spec.scores.softcap is not None:
+        p = p * (1.0 - capped.tanh * capped.tanh)
+    wait_empty(shared.factor, count)
+    slot(shared.factor, count).store(p)
+    hand_to_threads(shared.factor, count)
+    return pairs
+
+
+@gluon.jit
+def _derivatives(shared, count, i, keys, at, spec, tile, EDGE: gl.constexpr):
+    """dSᵀ, in pairs."""
+    TRANSPOSED: gl.constexpr = product_layout(GROUP_ROWS)
+    LINE: gl.constexpr = gl.SliceLayout(0, TRANSPOSED)
+    none = gl.zeros([GROUP_ROWS, GROUP_ROWS], gl.float32, TRANSPOSED)
+    wait_full(shared.dout, count)
+    dp = computed(none - shared.delta.index(count % tile.STAGES).load(LINE)[None, :])
+    await_turn(_DK)
+    dout = slot(shared.dout, count).permute((1, 0))
+    dp = warpgroup_mma(slot(shared.v, 0), dout, dp, is_async=True)
+    pass_turn(_DK, _GROUPS)
+    wait_full(shared.factor, count)
+    factor = slot(shared.factor, count).load(TRANSPOSED)
+    ds = factor * warpgroup_mma_wait(0, [dp])
+    give_back(shared.factor, count)
+    give_back(shared.dout, count)
+    if EDGE:
+        low, high = split_columns(ds)
+        along = (keys - i)[:, None] - low
+        seen = pairs_seen(along, high, keys, at.sq - i - low, at, spec, tile.RAGGED)
+        ds = gl.where(seen, ds, 0.0)
+    return pack(ds, shared.q.data.dtype)
+
+
+@gluon.jit
+def _wide_keys_kernel(q, k, v, dout, base, delta, dk, dv, spec, walk, tile):
+    """q, k, v, dout, dk, dv: descriptors of tiles; base, delta: of lines; spec: Spec; walk: KeysWalk; tile:
+    Tile. Grid: (tiles of keys · key heads · batch entries,)."""
+    dtype: gl.constexpr = q.dtype
+    views = Views(q, k, v, dout, base, delta)
+    factor = gl.allocate_shared_memory(
+        gl.float32, [1, GROUP_ROWS, GROUP_ROWS], gl.NVMMASharedLayout(128, 32, 2)
+    )
+    shared = Shared(
+        tile_ring(dtype, 1, GROUP_ROWS, tile.D, 1),
+        tile_ring(dtype, 1, GROUP_ROWS, tile.DV, 1),
+        tile_ring(dtype, tile.STAGES, GROUP_ROWS, tile.D, _GROUPS),
+        _lines(tile.STAGES),
+        tile_ring(dtype, tile.STAGES, GROUP_ROWS, tile.DV, _GROUPS),
+        _lines(tile.STAGES),
+        ring_of(factor, 1, 1),
+    )
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (_produce_queries, (views, shared, spec, walk, tile)),
+            (_consume_queries, (views, dv, shared, spec, walk, tile, 0)),
+            (_consume_queries, (views, dk, shared, spec, walk, tile, 1)),
+        ],
+        [4, 4],
+        [tile.REGISTERS, tile.REGISTERS],
+    )
+
+
+# Lengths and strides differ from call to call.
+wide_keys_kernel = General(_wide_keys_kernel)
+
+
+# ------------------------------------------------------------------ tiles of queries
+
+
+@gluon.jit
+def _work_of_queries(spec, walk):
+    per_head = tiles_per_head(walk, spec)
+    return work_of(gl.program_id(0), per_head, None, walk, spec, _ROWS, GROUP_ROWS, 1, False)
+
+
+@gluon.jit
+def _is_a_tile(spec, walk):
+    """Whether there is one: packed sequences may need fewer programs than there are."""
+    return gl.program_id(0) < tiles_per_head(walk, spec) * walk.heads
+
+
+@gluon.jit
+def _produce_keys(views, shared, spec, walk, tile):
+    if _is_a_tile(spec, walk):
+        work = _work_of_queries(spec, walk)
+        at = work.at
+        queries = Part(at.number, at.start_q, at.sq)
+        keys = Part(at.number, at.start_k, at.sk)
+        # As work_of_keys numbers blocks of queries.
+        lines = (spec.sizes.sq + GROUP_ROWS - 1) // GROUP_ROWS
+        if spec.packed is None:
+            line = (at.number * spec.sizes.heads + work.head) * lines
+        else:
+            lines += spec.packed.count + 1
+            line = work.head * lines + at.start_q // GROUP_ROWS + at.number
+        line += at.tile_start // GROUP_ROWS
+        for group in range(_GROUPS):
+            # Of rows past the last the line may be another's: nothing comes of them.
+            row = at.tile_start + group * GROUP_ROWS
+            _load_queries(views, shared, queries, row, work.head, line + group, group)
+        for count in range(work.blocks):
+            j = work.first + count * GROUP_ROWS
+            wait_empty(shared.k, count)
+            load_tile(views.k, keys, j, work.kv_head, shared.k, count)
+            wait_empty(shared.v, count)
+            load_tile(views.v, keys, j, work.kv_head, shared.v, count)
+
+
+@gluon.jit
+def _consume_keys(views, out, shared, spec, walk, tile, GROUP: gl.constexpr):
+    if _is_a_tile(spec, walk):
+        BANDED: gl.constexpr = (spec.band.left is not None) or (spec.band.right is not None)
+        EDGE: gl.constexpr = BANDED or tile.RAGGED
+        LAYOUT: gl.constexpr = gl.SliceLayout(1, product_layout(GROUP_ROWS))
+        work = _work_of_queries(spec, walk)
+        at = work.at
+        i0 = at.tile_start + GROUP * GROUP_ROWS
+        rows = interval(i0 + gl.arange(0, GROUP_ROWS, LAYOUT), at, spec)
+        blocks = blocks_of(rows.number, at.tile_start, work, spec, _ROWS, GROUP_ROWS)
+        full_first = blocks.full_first if EDGE else 0
+        full_last = blocks.full_last if EDGE else work.blocks
+        dq = gl.zeros([GROUP_ROWS, tile.D], gl.float32, product_layout(tile.D))
+        wait_full(shared.q, GROUP)
+        wait_full(shared.dout, GROUP)
+        base = shared.base.index(GROUP).load(LAYOUT)
+        delta = shared.delta.index(GROUP).load(LAYOUT)
+        open_turns(GROUP, _GROUPS)
+        if EDGE:
+            for n in range(0, full_first):
+                dq = _keys_step(dq, shared, n, rows, base, delta, work, spec, GROUP, True)
+        for n in range(full_first, full_last):
+            dq = _keys_step(dq, shared, n, rows, base, delta, work, spec, GROUP, False)
+        if EDGE:
+            for n in range(full_last, work.blocks):
+                dq = _keys_step(dq, shared, n, rows, base, delta, work, spec, GROUP, True)
+        close_turns(GROUP)
+        # dq takes the place of q.
+        dq = dq * spec.scores.scale
+        slot(shared.q, GROUP).store(dq.to(shared.q.data.dtype))
+        queries = Part(at.number, at.start_q, at.sq)
+        store_tile(out, queries, i0, work.head, 0, slot(shared.q, GROUP))
+        tma.store_wait(0)
+
+
+@gluon.jit
+def _keys_step(
+    dq, shared, count, rows, base, delta, work, spec, GROUP: gl.constexpr, EDGE: gl.constexpr
+):
+    """Block `count` of the keys. EDGE: not all pairs are seen."""
+    PRODUCT: gl.constexpr = product_layout(GROUP_ROWS)
+    none = gl.zeros([GROUP_ROWS, GROUP_ROWS], gl.float32, PRODUCT)
+    j = work.first + count * GROUP_ROWS
+    wait_full(shared.k, count)
+    dp = computed(none - delta[:, None])
+    own = _anew(GROUP, count)
+    await_turn(GROUP)
+    k = slot(shared.k, count).permute((1, 0))
+    s = warpgroup_mma(slot(shared.q, own), k, none, use_acc=False, is_async=True)
+    wait_full(shared.v, count)
+    v = slot(shared.v, count).permute((1, 0))
+    dp = warpgroup_mma(slot(shared.dout, own), v, dp, is_async=True)
+    pass_turn(GROUP, _GROUPS)
+    s = warpgroup_mma_wait(1, [s])
+    low, high = split_columns(s)
+    across = (rows.number - j)[:, None] - low
+    capped = logits(s, work.at, work.head, across, high, None, spec)
+    s = capped.s
+    if EDGE:
+        seen = high < (rows.hi - j)[:, None] - low
+        if spec.band.left is not None:
+            seen = seen & (high >= (rows.lo - j)[:, None] - low)
+        s = gl.where(seen, s, NEG_INF)
+    p = probabilities(s, base[:, None], 0.0, spec)
+    ds = p * warpgroup_mma_wait(0, [dp])
+    give_back(shared.v, count)
+    if spec.scores.softcap is not None:
+        ds = ds * (1.0 - capped.tanh * capped.tanh)
+    if EDGE:
+        ds = gl.where(seen, ds, 0.0)
+    return _add_product(dq, pack(ds, shared.k.data.dtype), shared.k, count, GROUP)
+
+
+@gluon.jit
+def _anew(number, count):
+    """A number as if it changed with count: addresses that are the same in all steps would take registers, or
+    spills, in all."""
+    return keep(count) - count + number
+
+
+@gluon.jit
+def _wide_queries_kernel(q, k, v, dout, base, delta, dq, spec, walk, tile):
+    """As _wide_keys_kernel; walk: Walk. Grid: (tiles of 128 queries · heads · batch entries,), or more."""
+    dtype: gl.constexpr = q.dtype
+    views = Views(q, k, v, dout, base, delta)
+    shared = Shared(
+        tile_ring(dtype, 2, GROUP_ROWS, tile.D, _GROUPS),
+        tile_ring(dtype, tile.STAGES - 1, GROUP_ROWS, tile.DV, _GROUPS),
+        tile_ring(dtype, _GROUPS, GROUP_ROWS, tile.D, 1),
+        _lines(_GROUPS),
+        tile_ring(dtype, _GROUPS, GROUP_ROWS, tile.DV, 1),
+        _lines(_GROUPS),
+        None,
+    )
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (_produce_keys, (views, shared, spec, walk, tile)),
+            (_consume_keys, (views, dq, shared, spec, walk, tile, 0)),
+            (_consume_keys, (views, dq, shared, spec, walk, tile, 1)),
+        ],
+        [4, 4],
+        [tile.REGISTERS, tile.REGISTERS],
+    )
+
+
+wide_queries_kernel = General(_wide_queries_kernel)
