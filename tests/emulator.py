@@ -359,9 +359,11 @@ class _Pointer:
     def __add__(self, offset: Any) -> _Pointer:
         return _Pointer(self.t, self.at + int(offset))
 
-    def load(self, mask: bool = True, other: int = 0) -> Number:
-        assert not mask or 0 <= self.at < len(self.t)
-        return Number(int(self.t[self.at] if mask else other))
+    def load(self, mask: bool = True, other: int = 0) -> Any:
+        """A number; of floats, a tensor without dimensions."""
+        assert not mask or 0 <= self.at < self.t.numel()
+        number = self.t.flatten()[self.at] if mask else torch.tensor(other)
+        return number if self.t.is_floating_point() else Number(int(number))
 
 
 def pointed(value: Any) -> Any:
@@ -445,6 +447,7 @@ def language(program: Callable[[], Program]) -> Any:
         minimum=least,
         maximum=most,
         cdiv=lambda a, b: Number((a + b - 1) // b),
+        abs=torch.abs,
         cast=lambda x, dtype: Number(x).to(dtype),
         load=lambda pointer, mask=True, other=0: pointer.load(mask, other),
         convert_layout=lambda x, layout, assert_trivial=False: x,
@@ -528,7 +531,7 @@ def backward(
     """hopper.backward, its kernels emulated. `seed` of what is left to chance; `instead` of functions that
     the kernel calls by these names."""
     with emulating(seed, **instead):
-        return hopper.backward(problem, result, dout, dlse)
+        return hopper.backward(problem, result, dout, dlse, wanted=())
 
 
 @contextlib.contextmanager

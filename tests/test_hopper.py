@@ -177,8 +177,21 @@ def test_explained_where_there_is_no_such_gpu():
     [
         ({"d": 60, "dv": 64}, {}, "the head dim of q must be a multiple of 8, got 60"),
         ({"dv": 252}, {}, "the head dim of v must be a multiple of 8, got 252"),
-        ({}, {"sinks": torch.ones(4)}, "sinks: not served"),
-        ({}, {"alibi_slopes": torch.ones(4)}, "alibi_slopes: not served"),
+        (
+            {},
+            {"sinks": torch.ones(4, requires_grad=True)},
+            "sinks: their own gradient is not served",
+        ),
+        (
+            {},
+            {"alibi_slopes": torch.ones(4, requires_grad=True)},
+            "alibi_slopes: their own gradient is not served",
+        ),
+        (
+            {"d": 136},
+            {"alibi_slopes": torch.ones(4)},
+            "alibi_slopes: not served for head dims above 128",
+        ),
         ({}, {"key_range": (0, torch.full((2, 1), 9))}, "key_range: not served"),
         ({}, {"deterministic": True}, "deterministic: the order of sums differs from run to run"),
     ],
@@ -187,6 +200,16 @@ def test_gradients_left_to_triton(shape, options, reason):
     problem = problem_of(*tensors(**shape), **options)
     assert hopper._backward_unsupported(problem) == [reason]
     assert hopper.config(problem)["gradients"] == f"by triton ({reason})"
+
+
+@pytest.mark.parametrize("name", ["alibi_slopes", "sinks"])
+def test_gradients_of_scores_only_if_wanted(name):
+    """Of the backward pass it is known which are."""
+    problem = problem_of(*tensors(), **{name: torch.ones(4, requires_grad=True)})
+    assert hopper._backward_unsupported(problem, (name,))
+    assert not hopper._backward_unsupported(problem, ())
+    problem = problem_of(*tensors(), **{name: torch.ones(4)})
+    assert hopper.config(problem)["gradients"] == "by hopper"
 
 
 def test_gradients_of_wide_heads_are_deterministic():
@@ -206,10 +229,10 @@ def test_gradients_of_packed_sequences():
 
 
 def test_the_backward_pass_left_to_triton_is_triton_s(monkeypatch):
-    problem = problem_of(*tensors(), sinks=torch.ones(4))
+    problem = problem_of(*tensors(d=60, dv=64))
     told = []
     monkeypatch.setattr(hopper.triton, "backward", lambda *given: told.append(given))
-    given = (problem, object(), torch.ones(1), None, False)
+    given = (problem, object(), torch.ones(1), None, ())
     hopper.backward(*given)
     assert told == [given]
 
@@ -387,6 +410,8 @@ def test_compiles(shape, options, registers, spilled):
         # 148, 204 or 260: the compiler does not always come to the same.
         ({"sq": 300}, {"causal": True, **PACKED}, 320),
         ({"sq": 300, "d": 64}, PACKED, 0),
+        ({"sq": 512, "sk": 512}, {"causal": True, "alibi_slopes": torch.ones(4)}, 200),
+        ({"sq": 512, "sk": 512, "d": 64}, {"alibi_slopes": torch.ones(4, 4)}, 0),
     ],
 )
 def test_the_backward_pass_compiles(shape, options, spilled):

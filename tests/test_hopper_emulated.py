@@ -112,6 +112,25 @@ def test_gradients(shape: Shape, options: dict[str, Any], of_lse: bool) -> None:
     check(shape, sum(shape) + of_lse, of_lse, **options)
 
 
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        (Shape(hq=4, hkv=2), {"alibi_slopes": torch.tensor([0.5, 0.1, 0.0, -0.2])}),
+        (Shape(b=2, sq=150), {"alibi_slopes": torch.rand(2, 2), "causal": True, "softcap": 3.0}),
+        (Shape(b=2, hq=4), {"sinks": torch.tensor([0.5, -2.0, 90.0, 1.0])}),
+        (Shape(sq=300, sk=100), {"sinks": torch.tensor([1.0, 3.0]), "causal": True}),
+        (Shape(sq=300, sk=100, d=192), {"sinks": torch.tensor([1.0, 3.0]), "window_size": (5, 3)}),
+        (
+            Shape(d=128, dv=128, sq=200, sk=200),
+            {"sinks": torch.ones(2), "alibi_slopes": torch.ones(2), "window_size": (60, 3)},
+        ),
+    ],
+)
+@pytest.mark.parametrize("of_lse", [False, True])
+def test_slopes_and_sinks(shape: Shape, options: dict[str, Any], of_lse: bool) -> None:
+    check(shape, sum(shape), of_lse, **options)
+
+
 @pytest.mark.parametrize("widths", [(8, 40, 64, 72, 96, 128), (8, 64, 136, 192, 200, 256)])
 @pytest.mark.parametrize("seed", range(6))
 def test_any_shape_and_band(seed: int, widths: tuple[int, ...]) -> None:

@@ -113,6 +113,27 @@ def test_calls_under_transforms_and_the_like_have_none():
     assert seen == [None] * 5
 
 
+def test_calls_under_autocast_that_casts_nothing_are_repeated():
+    """As in most training: q, k and v come from layers that autocast has cast."""
+    q, k, v = operands(2, 6, 2, 8)
+    low = [t.bfloat16().requires_grad_() for t in (q, k, v)]
+
+    def gradients():
+        out = tilewise.attention(*low, causal=True)
+        return out, *torch.autograd.grad(out.float().square().sum(), low)
+
+    plain = gradients()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert repeated.signature(*low, 0.0, (None, None)) is not None
+        found = gradients()
+        assert repeated.signature(q, k, v, 0.0, (None, None)) is None
+    with torch.autocast("cpu", dtype=torch.float16):
+        assert repeated.signature(*low, 0.0, (None, None)) is None
+        assert tilewise.attention(*low).dtype == torch.float16
+    for got, want in zip(found, plain, strict=True):
+        assert torch.equal(got, want)
+
+
 def test_no_memory_of_a_call_is_kept():
     q, k, v = operands(1, 64, 2, 8)
     tilewise.attention(q, k, v)

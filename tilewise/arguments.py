@@ -218,6 +218,15 @@ def autocast_is_on(device: torch.device) -> bool:
     return device.type != "meta" and torch.is_autocast_enabled(device.type)
 
 
+def autocast_changes(*tensors: Tensor) -> bool:
+    """Whether autocast is on for their device, and casts one of them."""
+    device = tensors[0].device
+    if not autocast_is_on(device):
+        return False
+    dtype = torch.get_autocast_dtype(device.type)
+    return any(t.dtype != dtype for t in tensors)
+
+
 def checked_index(name: str, t: Any, device: torch.device, ndim: int, shape: str) -> Tensor:
     """An integer tensor of lengths or pages, checked."""
     if not isinstance(t, Tensor) or t.dtype not in INDEX_DTYPES or t.ndim != ndim:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from tilewise import dispatch, ops
+from tilewise.arguments import autocast_changes
 from tilewise.backends import triton
 from tilewise.kernels.replay import Replay, recorded
 from tilewise.results import Result, without_autocast
@@ -61,7 +62,8 @@ class Settled:
         return self._run(layout, self._backward, *tensors)
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
-        return dispatch.backend(self.backend).forward(self.problem(q, k, v))
+        with without_autocast(q.device):
+            return dispatch.backend(self.backend).forward(self.problem(q, k, v))
 
     def _backward(self, *tensors: Tensor) -> Sequence[Tensor]:
         q, k, v, out, lse, lse_low, dout, *dlse = tensors
@@ -125,6 +127,8 @@ def signature(
         ops.holds_numbers(q) and ops.holds_numbers(k) and ops.holds_numbers(v)
     ):
         return None
+    if torch._C._is_any_autocast_enabled() and autocast_changes(q, k, v):
+        return None
     # True equals 1 and is no number to the checks, so types matter. Other types than these may not be
     # hashed, or be kept.
     if type(window_size) is not tuple or type(dropout_p) not in (float, int) or dropout_p != 0:
@@ -143,10 +147,9 @@ def signature(
 
 
 def _something_is_at_work() -> bool:
-    """Whether tracing, a transform, forward mode, a dispatch mode, autocast or an override of tiles is."""
+    """Whether tracing, a transform, forward mode, a dispatch mode or an override of tiles is."""
     return (
         torch.compiler.is_compiling()
-        or torch._C._is_any_autocast_enabled()
         or torch._C._are_functorch_transforms_active()
         or torch._C._len_torch_dispatch_stack() > 0
         or forward_ad._current_level >= 0

@@ -304,19 +304,10 @@ def backward(
     wanted: Collection[str] = SCORE_NAMES,
 ) -> Gradients:
     """Gradients of q, k, v; and whatever the Triton backend gives, of what is left to it."""
-    if _backward_unsupported(problem):
+    if _backward_unsupported(problem, wanted):
         return triton.backward(problem, result, dout, dlse, wanted)
-    from tilewise.kernels import hopper_backward as kernels
-    from tilewise.kernels import hopper_backward_wide as wide_kernels
-    from tilewise.kernels.hopper_walk import KeysWalk
-
     plan, packed = _backward_plan(problem), problem.packed
-    if packed is None:
-        rows, keys, spec, walk = _seen_part(problem)
-    else:
-        rows, keys, spec = slice(None), slice(None), twins.spec(problem)
-        schedule = _schedule(problem.k, spec, plan.keys, of_keys=True)
-        walk = KeysWalk(0, schedule, spec.packed.count.bit_length())
+    rows, keys, spec, walk = _walk_of_keys(problem, plan)
     q, k, v = (t[..., part, :, :] for t, part in zip(problem[:3], (rows, keys, keys), strict=True))
     dout, out, lse = dout[..., rows, :, :], result.out[..., rows, :, :], result.lse[..., rows]
     # What is left out gets no gradient.
@@ -333,47 +324,89 @@ def backward(
     dlse = None if dlse is None else dlse[..., rows]
     triton.fill_stats(problem, spec, out, lse, dout, dlse, base, delta, plan.block_q, sums)
     view = _view if packed is None else _clipped
-    views = (
+    operands = (
         view(q, plan.block_q, 1, plan.d),
         view(k, plan.keys, 1, plan.d),
         view(v, plan.keys, 1, plan.dv),
         view(dout, plan.block_q, 1, plan.dv),
         _line_view(base, plan.block_q),
         _line_view(delta, plan.block_q),
+    )
+    of_keys = (
         view(dk[..., keys, :, :], plan.keys, 1, plan.d),
         view(dv[..., keys, :, :], plan.keys, 1, plan.dv),
     )
-    maxnreg, registers = _REGISTERS[2]
     ragged = packed is not None or k.shape[1] % plan.keys != 0
-    programs = twins.most_tiles(problem, k, plan.keys) * k.shape[-2]
-    options = {"num_warps": 4, "maxnreg": maxnreg}
-    gradients = Gradients(dq, dk, dv, Scores(problem.scores.scale))
-    if plan.wide:
-        sides = (plan.d, plan.dv, plan.stages, ragged, registers)
-        wide = wide_kernels.Tile(*map(kernels.constexpr, sides))
-        launch(
-            wide_kernels.wide_keys_kernel, programs, q.device, *views, spec, walk, wide, **options
-        )
-        programs, order = _walk_of_queries(problem, q, spec, walk.offset)
-        shared = (*views[:6], view(dq[..., rows, :, :], plan.block_q, 1, plan.d))
-        launch(
-            wide_kernels.wide_queries_kernel,
-            programs,
-            q.device,
-            *shared,
-            spec,
-            order,
-            wide,
-            **options,
-        )
-        return gradients
+    of_queries = dq[..., rows, :, :]
+    if sums is None:
+        _launch_wide(problem, plan, ragged, q, k, operands, of_keys, of_queries, spec, walk)
+    else:
+        _launch_narrow(problem, plan, ragged, k, operands, of_keys, of_queries, sums, spec, walk)
+    return Gradients(dq, dk, dv, Scores(problem.scores.scale))
+
+
+def _launch_narrow(
+    problem: Problem,
+    plan: _BackwardPlan,
+    ragged: bool,
+    k: Tensor,
+    operands: tuple[Any, ...],
+    of_keys: tuple[Any, Any],
+    of_queries: Tensor,
+    sums: Tensor,
+    spec: Any,
+    walk: Any,
+) -> None:
+    """One kernel, and what makes dq of the sums that it leaves."""
+    from tilewise.kernels import hopper_backward as kernels
+
+    maxnreg, registers = _REGISTERS[2]
     tile = kernels.Tile(*map(kernels.constexpr, (*plan[1:5], ragged, plan.held, registers)))
-    launch(kernels.backward_kernel, programs, q.device, *views, sums, spec, walk, tile, **options)
-    place = twins.tokens(dq[..., rows, :, :])
-    launch(
-        kernels.rows_kernel, tiles, q.device, sums, place, spec, q.shape[-1], plan.block_q, plan.d
-    )
-    return gradients
+    programs = twins.most_tiles(problem, k, plan.keys) * k.shape[-2]
+    given = (*operands, *of_keys, sums, spec, walk, tile)
+    launch(kernels.backward_kernel, programs, k.device, *given, num_warps=4, maxnreg=maxnreg)
+    programs = sums.numel() // (plan.block_q * plan.d)
+    sides = (of_queries.shape[-1], plan.block_q, plan.d)
+    launch(kernels.rows_kernel, programs, k.device, sums, twins.tokens(of_queries), spec, *sides)
+
+
+def _launch_wide(
+    problem: Problem,
+    plan: _BackwardPlan,
+    ragged: bool,
+    q: Tensor,
+    k: Tensor,
+    operands: tuple[Any, ...],
+    of_keys: tuple[Any, Any],
+    of_queries: Tensor,
+    spec: Any,
+    walk: Any,
+) -> None:
+    """One kernel for dk and dv, and one for dq."""
+    from tilewise.kernels import hopper_backward_wide as kernels
+    from tilewise.kernels.score import constexpr
+
+    maxnreg, registers = _REGISTERS[2]
+    tile = kernels.Tile(*map(constexpr, (plan.d, plan.dv, plan.stages, ragged, registers)))
+    options = {"num_warps": 4, "maxnreg": maxnreg}
+    programs = twins.most_tiles(problem, k, plan.keys) * k.shape[-2]
+    given = (*operands, *of_keys, spec, walk, tile)
+    launch(kernels.wide_keys_kernel, programs, k.device, *given, **options)
+    programs, walk = _walk_of_queries(problem, q, spec, walk.offset)
+    view = _view if problem.packed is None else _clipped
+    given = (*operands, view(of_queries, plan.block_q, 1, plan.d), spec, walk, tile)
+    launch(kernels.wide_queries_kernel, programs, q.device, *given, **options)
+
+
+def _walk_of_keys(problem: Problem, plan: _BackwardPlan) -> tuple[slice, slice, Any, Any]:
+    """The rows and keys that are not left out, Spec and KeysWalk of these."""
+    from tilewise.kernels.hopper_walk import KeysWalk
+
+    if problem.packed is None:
+        return _seen_part(problem)
+    spec = twins.spec(problem)
+    schedule = _schedule(problem.k, spec, plan.keys, of_keys=True)
+    return slice(None), slice(None), spec, KeysWalk(0, schedule, spec.packed.count.bit_length())
 
 
 def _walk_of_queries(problem: Problem, q: Tensor, spec: Any, offset: int) -> tuple[int, Any]:
@@ -393,18 +426,20 @@ def gradients_left_to(problem: Problem) -> str | None:
     return "triton" if _backward_unsupported(problem) else None
 
 
-def _backward_unsupported(problem: Problem) -> list[str]:
-    """Why the gradients are left to the Triton backend."""
-    s = problem.scores
-    given = {
-        "key_range": problem.key_range,
-        "alibi_slopes": s.alibi_slopes,
-        "sinks": s.sinks,
-    }
-    reasons = [f"{name}: not served" for name, value in given.items() if value is not None]
+def _backward_unsupported(problem: Problem, wanted: Collection[str] | None = None) -> list[str]:
+    """Why the gradients are left to the Triton backend. `wanted` names the scores whose gradients are; None:
+    those that require them."""
+    s, wide = problem.scores, _backward_plan(problem).wide
+    reasons = [] if problem.key_range is None else ["key_range: not served"]
+    for name, t in (("alibi_slopes", s.alibi_slopes), ("sinks", s.sinks)):
+        if t is not None and (t.requires_grad if wanted is None else name in wanted):
+            reasons.append(f"{name}: their own gradient is not served")
+    if s.alibi_slopes is not None and (wide or problem.packed is not None):
+        what = f"head dims above {_WIDE}" if wide else "packed sequences"
+        reasons.append(f"alibi_slopes: not served for {what}")
     if problem.packed is not None and not _all_is_seen(problem):
         reasons.append("packed sequences: cu_seqlens_q and cu_seqlens_k must be one tensor")
-    if problem.deterministic and not _backward_plan(problem).wide:
+    if problem.deterministic and not wide:
         reasons.append("deterministic: the order of sums differs from run to run")
     widths = {"q": problem.q.shape[-1], "v": problem.v.shape[-1]}
     for name, width in widths.items():
