@@ -201,6 +201,8 @@ class _Attention(torch.autograd.Function):
         if dout is None:
             dout = torch.zeros_like(result[0])
         if ops.numbers_only(dout, dlse, q, k, v):
+            # Of a sum or a mean it is one number, expanded, which some kernels would lay out in every call.
+            dout = dout.contiguous() if 0 in dout.stride() else dout
             cotangents = (dout,) if dlse is None else (dout, dlse)
             grads = settled.backward(*saved, *cotangents)
         else:
