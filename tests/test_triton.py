@@ -288,29 +288,9 @@ def test_descriptors_change_nothing(
         made.clear()
 
 
-@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (9, 3)}], ids=str)
-def test_descriptors_of_packed_tokens(
-    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
-) -> None:
-    """Tiles that reach into the next sequence bring its numbers along, and its NaN."""
-    monkeypatch.setattr(backend, "_SHORTEST_TMA", 33)
-    x = draw_tokens(121, 121, (2, 1), 16, 16, FP32)
-    cu = cumulative([40, 3, 0, 70, 5])
-    call = Call(tilewise.attention_varlen, {**x, "cu_seqlens_q": cu, "cu_seqlens_k": cu, **options})
-    with tiles(32, 32):
-        right(call, FP32)
-        without = evaluate(call, "triton")
-        for name in x:
-            x[name][40:43] = float("nan")
-            x[name][118:] = float("inf")
-        found = evaluate(call, "triton")
-    others = [*range(40), *range(43, 118)]
-    for name in ("out", "dq", "dk", "dv"):
-        same({name: found[name][others]}, {name: without[name][others]})
-
-
 def test_lines_that_copies_may_not_begin_at_have_no_descriptor() -> None:
-    """In shared memory one stage follows the other, and copies begin at multiples of 128 bytes."""
+    """In shared memory one stage follows the other, and copies begin at multiples of 128 bytes; in memory at
+    multiples of 16, and packed sequences anywhere."""
     q, line = torch.empty(1, 600, 1, 16), torch.empty(1, 1, 600)
     cu = cumulative([600])
     dense = problem_of(q, q, q)

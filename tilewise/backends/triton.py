@@ -374,11 +374,13 @@ def _tmas(problem: Problem, block: int, *tensors: Tensor) -> tuple[Any, ...]:
     """
     if not _has_tma(problem):
         return (None,) * len(tensors)
-    return tuple(_tma(t if t.ndim == 4 else t.unsqueeze(0), block) for t in tensors)
+    return tuple(_tma(t, block) for t in tensors)
 
 
 def _has_tma(problem: Problem) -> bool:
-    return interpreted() or _architecture(problem.q.device) >= 90
+    """Whether tiles may be read by descriptors. Not where sequences are packed: copies begin at multiples of
+    16 bytes along the last dimension, which for lines is that of rows, and sequences begin anywhere."""
+    return problem.packed is None and (interpreted() or _architecture(problem.q.device) >= 90)
 
 
 def _tma(t: Tensor, block: int) -> Any:
@@ -389,13 +391,10 @@ def _tma(t: Tensor, block: int) -> Any:
 
 
 def _line_tmas(problem: Problem, block: int, *lines: Tensor | None) -> tuple[Any, ...]:
-    """Descriptors for loads of (1, 1, block) numbers of each, or None.
-
-    Copies begin at multiples of 16 bytes in memory, and packed sequences anywhere; and at multiples of 128
-    in shared memory, where one line follows the other.
-    """
+    """Descriptors for loads of (1, 1, block) numbers of each, or None. In shared memory, where one line
+    follows the other, copies begin at multiples of 128 bytes."""
     short = problem.q.shape[-3] < _SHORTEST_TMA or block * 4 < _SHARED_ALIGNMENT
-    if not _has_tma(problem) or problem.packed is not None or short:
+    if not _has_tma(problem) or short:
         return (None,) * len(lines)
     return tuple(None if t is None else _descriptor(t, [1, 1, block]) for t in lines)
 
@@ -403,7 +402,7 @@ def _line_tmas(problem: Problem, block: int, *lines: Tensor | None) -> tuple[Any
 def _bias_tma(problem: Problem, chosen: Config, of: Tensor | None = None) -> Any:
     """A descriptor of the bias, or of what is laid out beside it, in tiles (1, 1, block_q, block_k)."""
     bias = problem.scores.bias if of is None else of
-    if bias is None or not _has_tma(problem) or problem.packed is not None:
+    if bias is None or not _has_tma(problem):
         return None
     if 1 in bias.shape[-2:] or problem.k.shape[1] < _SHORTEST_TMA:
         return None
