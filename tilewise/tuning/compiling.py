@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +16,7 @@ from triton.backends.compiler import GPUTarget
 
 from tilewise import dispatch
 from tilewise.kernels.launch import compiled_only
+from tilewise.results import SCORE_NAMES
 from tilewise.spec import Problem
 from tilewise.tuning.config import least_shared_bytes
 
@@ -70,13 +71,19 @@ def compiling_for(target: GPUTarget, name: str | None = None) -> Iterator[list[A
 
 
 def compile_problem(
-    problem: Problem, target: GPUTarget, backward: bool = True, backend: str = "triton"
+    problem: Problem,
+    target: GPUTarget,
+    backward: bool = True,
+    backend: str = "triton",
+    wanted: Collection[str] = SCORE_NAMES,
 ) -> list[Any]:
-    """Every kernel that a problem's forward and backward pass launch, compiled."""
+    """Every kernel that a problem's forward and backward pass launch, compiled; `wanted` names the scores
+    whose gradients are."""
+    module = dispatch.backend(backend)
     with compiling_for(target) as kernels:
-        result = dispatch.backend(backend).forward(problem)
+        result = module.forward(problem)
         if backward:
-            dispatch.backend(backend).backward(problem, result, torch.empty_like(result.out), None)
+            module.backward(problem, result, torch.empty_like(result.out), None, wanted)
     return kernels
 
 
