@@ -53,6 +53,24 @@ def probe(
 
 
 @triton.jit
+def places(
+    cu_seqlens_q, cu_seqlens_k, count, total_q, total_k, out, tiles, KEYS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """out: (2, tiles): the first token of each tile along the queries (KEYS: the keys), and the one after the
+    last token of its sequence. Grid: (tiles,)."""
+    tile = tl.program_id(0)
+    sizes = score.Sizes(total_q, total_k, 1, 1, 1)
+    packed = score.Packed(cu_seqlens_q, cu_seqlens_k, count, 16)
+    spec = score.Spec(
+        sizes, score.Band(None, None, False), None, None, None, None, packed, False, True
+    )
+    at = score.place(tile, tile, spec, BLOCK, KEYS)
+    start, length = (at.start_k, at.sk) if KEYS else (at.start_q, at.sq)
+    tl.store(out + tile, start + at.tile_start)
+    tl.store(out + tiles + tile, start + length)
+
+
+@triton.jit
 def _store(edges, out, n, N: tl.constexpr):
     tl.store(out + n, edges.first)
     tl.store(out + N + n, edges.full_first)

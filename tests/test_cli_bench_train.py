@@ -62,6 +62,17 @@ def rows_of(file: Path) -> list[dict[str, str]]:
 # ------------------------------------------------------------------ the command
 
 
+def test_plots_without_a_place_are_refused_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_train, "run_all", lambda *given: pytest.fail("measured"))
+    file = tmp_path / "file"
+    file.touch()
+    for folder in (file / "plots", Path("/dev/null/plots")):
+        with pytest.raises(ValueError, match=r"--plot: there can be no folder .*plots"):
+            run("--quick", "--plot", str(folder))
+
+
 def test_a_quick_run(tmp_path: Path) -> None:
     file, folder = tmp_path / "train.csv", tmp_path / "plots"
     code, output = run("--quick", "--csv", str(file), "--plot", str(folder))

@@ -366,6 +366,35 @@ def test_through_pytorch(found: Callable[..., tuple[Tensor, ...]]) -> None:
         assert ((got - want).abs() <= room).all()
 
 
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize(
+    "hooks",
+    [(lambda t: t, torch.clone), (torch.clone, lambda t: t), (torch.Tensor.numpy, torch.tensor)],
+)
+def test_saved_tensors_made_anew_leave_self_attention_what_it_is(hooks: tuple[Any, Any]) -> None:
+    """As by offloading: gradients of packed sequences that attend to themselves stay Hopper's, as `explain`
+    says; Triton's kernels could not run here."""
+    torch.manual_seed(0)
+    whole = [t[0].requires_grad_() for t in tensors(Shape(sq=140, sk=140))[:3]]
+    cu = torch.tensor([0, 70, 140], dtype=torch.int32)
+    options = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "causal": True}
+    chosen = tilewise.explain(*whole, **options, backend="hopper")
+    assert chosen.config["gradients"] == "by hopper"
+
+    def packed(t: Tensor) -> Any:
+        return hooks[0](t) if t.dtype == torch.int32 else t
+
+    def unpacked(t: Any) -> Tensor:
+        return t if isinstance(t, Tensor) and t.is_floating_point() else hooks[1](t)
+
+    with torch.autograd.graph.saved_tensors_hooks(packed, unpacked):
+        got = tilewise.attention_varlen(*whole, **options, backend="hopper")
+    want = tilewise.attention_varlen(*whole, **options, backend="reference")
+    grads = [torch.autograd.grad(out.float().square().sum(), whole) for out in (got, want)]
+    for a, b in zip(*grads, strict=True):
+        assert ((a - b).abs() <= 2**-6 * (b.abs() + b.abs().max()) + 1e-3).all()
+
+
 def nothing(*given: object) -> None:
     pass
 

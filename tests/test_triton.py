@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -430,6 +431,25 @@ def test_dropout_of_nothing_and_of_all(p: float) -> None:
 
 
 # ------------------------------------------------------------------ packed sequences
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("keys", [False, True])
+def test_tiles_of_any_lengths_lie_inside(keys: bool, dtype: torch.dtype) -> None:
+    """Lengths on a GPU cannot be refused: whatever they are, nothing is read or written outside."""
+    from bounds_probe import places
+
+    dice, block = random.Random(0), 8
+    for _ in range(60):
+        total, count = dice.choice((1, 17, 64)), dice.choice((0, 1, 2, 5))
+        ends = (0, 3, 20, total, total + 9, -5, -99, -(2**31), 2**31 - 1)
+        cu = [torch.tensor(dice.choices(ends, k=count + 1), dtype=dtype) for _ in range(2)]
+        tiles = -(-total // block) + count + 1
+        out = torch.full((2, tiles), -1, dtype=torch.int64)
+        places[(tiles,)](*cu, count, total, total, out, tiles, keys, block)
+        first, end = out
+        assert (first >= 0).all(), cu
+        assert ((end >= 0) & (end <= total)).all(), cu
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])

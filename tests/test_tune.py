@@ -333,6 +333,20 @@ def test_a_table_round_trip(tmp_path: Path) -> None:
     assert read_table(path) == configs
 
 
+@pytest.mark.parametrize(
+    "content",
+    ["", "no table", "[1]", "{}", '{"configs": 3}', '{"configs": [{"key": {"bits": 16}}]}'],
+)
+def test_a_file_that_is_no_table_is_refused_before_anything_is_tuned(
+    tmp_path: Path, content: str
+) -> None:
+    path = tmp_path / "a-gpu.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=r"a-gpu\.json holds no table of tiles"):
+        cli.Recorder(path, {})
+    assert path.read_text() == content
+
+
 def fake_run(path: Path, keys: Sequence[Key], measure: search.Measure) -> None:
     tried = {key: configs_of(4) for key in keys}
     compiler = search.Compiler(cuda_target(90), HOPPER_SHARED, Pool(good))

@@ -94,11 +94,17 @@ def _score_tensors(problem: Problem) -> tuple[Tensor | None, Tensor | None, Tens
 
 def _flatten(p: Problem, backend: str) -> tuple[Any, ...]:
     s, packed, paged, dropout = p.scores, p.packed, p.paged, p.dropout
+    cu_seqlens: tuple[Tensor | None, ...] = (None, None)
+    if packed:
+        # To backends one tensor says more than two that are equal, which is what hooks of saved tensors
+        # (offloading, say) would make of it.
+        cu_q, cu_k, _, _ = packed
+        cu_seqlens = (cu_q, None if cu_k is cu_q else cu_k)
     return (
         *(p.q, p.k, p.v, s.bias, s.alibi_slopes, s.sinks, s.mask),
         *(p.key_range or (None, None)),
         dropout.seed if dropout else None,
-        *(packed[:2] if packed else (None, None)),
+        *cu_seqlens,
         *(paged or (None, None)),
         *(s.scale, s.softcap, dropout.p if dropout else 0.0),
         *p.band,
@@ -121,7 +127,7 @@ def _unflatten(arguments: Sequence[Any]) -> Problem:
         Scores(scale, softcap, slopes, bias, mask, sinks),
         None if start is None else KeyRange(start, end),
         None if seed is None else Dropout(p, seed),
-        None if cu_q is None else Packed(cu_q, cu_k, max_q, max_k),
+        None if cu_q is None else Packed(cu_q, cu_q if cu_k is None else cu_k, max_q, max_k),
         None if table is None else Paged(table, used),
         deterministic,
     )

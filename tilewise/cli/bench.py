@@ -138,8 +138,8 @@ def gpu(
     chosen = [case for case in gpu_cases.cases(sizes) if only in str(case)]
     if not chosen:
         raise typer.BadParameter(f"no case's description contains {only!r}", param_hint="--only")
-    _check_plot(plot)
     device = _gpu("tilewise bench gpu")
+    _check_plot(plot)
     # Read when a compiler is imported: one thread in each process, and one cache for them all.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     os.environ.setdefault("TRITON_CACHE_DIR", str(Path.home() / ".triton" / "cache"))
@@ -177,7 +177,6 @@ def train(
 
     from tilewise.cli import bench_train, measure, train_report
 
-    _check_plot(plot)
     if quick:
         sizes, device = bench_train.QUICK, torch.device(measure.device_here())
     else:
@@ -185,6 +184,7 @@ def train(
             bench_train.USUAL,
             _gpu("tilewise bench train", "; with --quick it runs on a CPU too"),
         )
+    _check_plot(plot)
     command = " ".join(["tilewise bench train", *["--quick"] * quick])
     report = train_report.Report(sizes, device, command, csv_file)
     try:
@@ -197,8 +197,15 @@ def train(
 
 
 def _check_plot(folder: Path | None) -> None:
-    if folder is not None and find_spec("matplotlib") is None:
+    """Before anything is measured: that plots can be drawn, and have a place."""
+    if folder is None:
+        return
+    if find_spec("matplotlib") is None:
         raise ValueError("--plot needs the package matplotlib")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--plot: there can be no folder {folder}: {error.strerror}") from None
 
 
 def _gpu(command: str, instead: str = "") -> "torch.device":

@@ -203,11 +203,12 @@ def place(tile, batch, spec, BLOCK: tl.constexpr, KEYS: tl.constexpr):
         for chunk in range(0, spec.packed.count, spec.packed.SEARCH):
             candidate = chunk + 1 + tl.arange(0, spec.packed.SEARCH)
             inside = candidate <= spec.packed.count
-            start = tl.load(cu + candidate, mask=inside, other=0).to(tl.int32)
+            # Lengths that do not fit cannot be refused without waiting for the device: they are clipped.
+            # Where they fall a tile may begin before its sequence, but never before the first token.
+            start = tl.maximum(tl.load(cu + candidate, mask=inside, other=0).to(tl.int32), 0)
             before += tl.sum((inside & (start // BLOCK + candidate <= tile)).to(tl.int32))
         number = before
         real = number < spec.packed.count
-        # Lengths that do not fit cannot be refused without waiting for the device: they are clipped.
         start_q, sq = span(spec.packed.cu_seqlens_q, number, real, spec.sizes.sq)
         start_k, sk = span(spec.packed.cu_seqlens_k, number, real, spec.sizes.sk)
         if KEYS:

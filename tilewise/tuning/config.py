@@ -122,11 +122,17 @@ def table(device: str) -> dict[Key, Config]:
 
 
 def read_table(path: Path) -> dict[Key, Config]:
-    """What `write_table` wrote; empty where there is no such file."""
+    """What `write_table` wrote; empty where there is no such file.
+
+    Raises ValueError if the file holds something else.
+    """
     if not path.exists():
         return {}
-    entries: list[dict[str, Any]] = json.loads(path.read_text())["configs"]
-    return {Key(**entry["key"]): Config(**entry["config"]) for entry in entries}
+    try:
+        entries: list[dict[str, Any]] = json.loads(path.read_text())["configs"]
+        return {Key(**entry["key"]): Config(**entry["config"]) for entry in entries}
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{path} holds no table of tiles: {error!r}") from None
 
 
 def table_path(device: str) -> Path:
