@@ -141,7 +141,10 @@ WRONG: list[tuple[Any, str]] = [
         "dtype must be one of .* got torch.int8",
     ),
     (lambda c: c.allocate(-1), "tokens must be an int of at least 0, got -1"),
-    (lambda c: c.allocate(99), r"too few free pages: 25 of 4 tokens are wanted, 3 of 3 are free"),
+    (
+        lambda c: c.allocate(99),
+        r"too few free pages: 25 are wanted \(of 4 tokens each\), 3 of 3 are free",
+    ),
     (lambda c: c.append([0], K[0], V), r"k must have shape .* \(1, any, 2, 8\), got \(2, 2, 8\)"),
     (lambda c: c.append([0], K, K), r"v must have shape .* \(1, any, 2, 6\), got \(1, 2, 2, 8\)"),
     (lambda c: c.append([0, 1], K, V), r"k must have shape .* \(2, any, 2, 8\)"),

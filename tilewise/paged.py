@@ -185,7 +185,7 @@ class PagedKVCache:
     def _take(self, count: int) -> list[int]:
         if count > len(self._free):
             raise ValueError(
-                f"too few free pages: {count} of {self.k_pages.shape[1]} tokens are wanted, "
+                f"too few free pages: {count} are wanted (of {self.k_pages.shape[1]} tokens each), "
                 f"{len(self._free)} of {self.k_pages.shape[0]} are free"
             )
         return [self._free.pop() for _ in range(count)]
