@@ -19,15 +19,12 @@ printed. `variants` times other plans than the chosen ones.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import functools
 import itertools
 import json
-import lzma
 import math
 import multiprocessing
 import os
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -919,12 +916,10 @@ def flash_attention_3() -> Any:
     if folder is None:
         say("no peers-fa3: FlashAttention-3 is not timed")
         return None
-    library = Path("/tmp/fa3.so")
-    if not library.exists():
-        with lzma.open(folder / "fa3.so.xz") as source, library.open("wb") as target:
-            shutil.copyfileobj(source, target, 1 << 22)
-    ctypes.CDLL(str(folder / "libcudart.so.12"), mode=ctypes.RTLD_GLOBAL)
-    torch.ops.load_library(str(library))
+    from tilewise.cli.gpu_sides import missing_peers
+
+    if missing := missing_peers(folder, ("FA3",)):
+        raise RuntimeError(missing["FA3"])
     return torch.ops.flash_attn_3
 
 
