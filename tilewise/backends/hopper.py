@@ -336,66 +336,69 @@ def backward(
         view(dk[..., keys, :, :], plan.keys, 1, plan.d),
         view(dv[..., keys, :, :], plan.keys, 1, plan.dv),
     )
-    ragged = packed is not None or k.shape[1] % plan.keys != 0
-    of_queries = dq[..., rows, :, :]
+    parts = _Parts(
+        q,
+        operands,
+        of_keys,
+        dq[..., rows, :, :],
+        twins.most_tiles(problem, k, plan.keys) * k.shape[-2],
+        packed is not None or k.shape[1] % plan.keys != 0,
+        spec,
+        walk,
+    )
     if sums is None:
-        _launch_wide(problem, plan, ragged, q, k, operands, of_keys, of_queries, spec, walk)
+        _launch_wide(problem, plan, parts)
     else:
-        _launch_narrow(problem, plan, ragged, k, operands, of_keys, of_queries, sums, spec, walk)
+        _launch_narrow(plan, parts, sums)
     return Gradients(dq, dk, dv, Scores(problem.scores.scale))
 
 
-def _launch_narrow(
-    problem: Problem,
-    plan: _BackwardPlan,
-    ragged: bool,
-    k: Tensor,
-    operands: tuple[Any, ...],
-    of_keys: tuple[Any, Any],
-    of_queries: Tensor,
-    sums: Tensor,
-    spec: Any,
-    walk: Any,
-) -> None:
+class _Parts(NamedTuple):
+    """What kernels of the backward pass work on: q, of the rows that are not left out; descriptors of the
+    operands, and of dk and dv; dq of these rows; how many `programs` own keys, whose last tile may be
+    `ragged`; Spec and KeysWalk."""
+
+    q: Tensor
+    operands: tuple[Any, ...]
+    of_keys: tuple[Any, Any]
+    dq: Tensor
+    programs: int
+    ragged: bool
+    spec: Any
+    walk: Any
+
+
+def _launch_narrow(plan: _BackwardPlan, parts: _Parts, sums: Tensor) -> None:
     """One kernel, and what makes dq of the sums that it leaves."""
     from tilewise.kernels import hopper_backward as kernels
 
+    device, spec = parts.q.device, parts.spec
     maxnreg, registers = _REGISTERS[2]
-    tile = kernels.Tile(*map(kernels.constexpr, (*plan[1:5], ragged, plan.held, registers)))
-    programs = twins.most_tiles(problem, k, plan.keys) * k.shape[-2]
-    given = (*operands, *of_keys, sums, spec, walk, tile)
-    launch(kernels.backward_kernel, programs, k.device, *given, num_warps=4, maxnreg=maxnreg)
+    tile = kernels.Tile(*map(kernels.constexpr, (*plan[1:5], parts.ragged, plan.held, registers)))
+    given = (*parts.operands, *parts.of_keys, sums, spec, parts.walk, tile)
+    options = {"num_warps": 4, "maxnreg": maxnreg}
+    launch(kernels.backward_kernel, parts.programs, device, *given, **options)
     programs = sums.numel() // (plan.block_q * plan.d)
-    sides = (of_queries.shape[-1], plan.block_q, plan.d)
-    launch(kernels.rows_kernel, programs, k.device, sums, twins.tokens(of_queries), spec, *sides)
+    sides = (parts.dq.shape[-1], plan.block_q, plan.d)
+    launch(kernels.rows_kernel, programs, device, sums, twins.tokens(parts.dq), spec, *sides)
 
 
-def _launch_wide(
-    problem: Problem,
-    plan: _BackwardPlan,
-    ragged: bool,
-    q: Tensor,
-    k: Tensor,
-    operands: tuple[Any, ...],
-    of_keys: tuple[Any, Any],
-    of_queries: Tensor,
-    spec: Any,
-    walk: Any,
-) -> None:
+def _launch_wide(problem: Problem, plan: _BackwardPlan, parts: _Parts) -> None:
     """One kernel for dk and dv, and one for dq."""
     from tilewise.kernels import hopper_backward_wide as kernels
     from tilewise.kernels.score import constexpr
 
+    device, spec = parts.q.device, parts.spec
     maxnreg, registers = _REGISTERS[2]
-    tile = kernels.Tile(*map(constexpr, (plan.d, plan.dv, plan.stages, ragged, registers)))
+    sides = (plan.d, plan.dv, plan.stages, parts.ragged, registers)
+    tile = kernels.Tile(*map(constexpr, sides))
     options = {"num_warps": 4, "maxnreg": maxnreg}
-    programs = twins.most_tiles(problem, k, plan.keys) * k.shape[-2]
-    given = (*operands, *of_keys, spec, walk, tile)
-    launch(kernels.wide_keys_kernel, programs, k.device, *given, **options)
-    programs, walk = _walk_of_queries(problem, q, spec, walk.offset)
+    given = (*parts.operands, *parts.of_keys, spec, parts.walk, tile)
+    launch(kernels.wide_keys_kernel, parts.programs, device, *given, **options)
+    programs, walk = _walk_of_queries(problem, parts.q, spec, parts.walk.offset)
     view = _view if problem.packed is None else _clipped
-    given = (*operands, view(of_queries, plan.block_q, 1, plan.d), spec, walk, tile)
-    launch(kernels.wide_queries_kernel, programs, q.device, *given, **options)
+    given = (*parts.operands, view(parts.dq, plan.block_q, 1, plan.d), spec, walk, tile)
+    launch(kernels.wide_queries_kernel, programs, device, *given, **options)
 
 
 def _walk_of_keys(problem: Problem, plan: _BackwardPlan) -> tuple[slice, slice, Any, Any]:
