@@ -309,6 +309,20 @@ def test_sections_hold_all_heads_evenly():
         assert walk.drawn.tolist() == [0]
 
 
+def test_the_last_heads_are_worked_on_together_where_tiles_differ_in_length():
+    for s, d, kv_heads, masks, together in (
+        (4096, 128, 16, {"causal": True}, 4),
+        (1000, 64, 4, {"causal": True}, 8),
+        (4096, 256, 16, {"window_size": (100, 0)}, 2),
+        (65536, 128, 16, {"causal": True}, 1),
+        (4096, 128, 16, {}, 1),
+    ):
+        q, k = (torch.empty(2, s, h, d, dtype=BF16, device="meta") for h in (16, kv_heads))
+        problem = problem_of(q, k, k, **masks)
+        walk = hopper._walk_of_keys(problem, hopper._backward_plan(problem))[3]
+        assert (walk.heads, walk.together) == (2 * kv_heads, together)
+
+
 def test_a_tensor_that_starts_anywhere_is_moved():
     t = torch.randn(2 * 30 * 4 * 64 + 3).bfloat16()[3:].view(2, 30, 4, 64)
     view = hopper._view(t, 64, 1, 64)

@@ -207,7 +207,7 @@ def check_blocks(seen: torch.Tensor, start: int, ends: list[int]) -> None:
     rows, keys = seen.shape
     assert sorted(ends) == ends
     assert 0 <= first < max(rows, 1)
-    assert all(end % BLOCK_Q == 0 or end == last for end in ends)
+    assert all(end % BLOCK_Q == 0 for end in ends)
     part = seen[:, start : start + BLOCK_K]
     assert not part[:first].any()
     assert not part[last:].any()
@@ -215,27 +215,33 @@ def check_blocks(seen: torch.Tensor, start: int, ends: list[int]) -> None:
     assert full_first == full_last or start + BLOCK_K <= keys
 
 
-def check_keys(b: int, sq: int, sk: int, kv_heads: int, **options: object) -> None:
-    """The walk over the queries of each tile of keys."""
+def check_keys(
+    b: int, sq: int, sk: int, kv_heads: int, together: int = 1, **options: object
+) -> None:
+    """The walk over the queries of each tile of keys; of so many heads together at the end."""
     heads = 2 * kv_heads
     q, k = torch.empty(b, sq, heads, 8), torch.empty(b, sk, kv_heads, 8)
     problem = problem_of(q, k, k, **options)
     if not hopper._some_key_seen(problem):
         return
-    rows, keys, spec, walk = hopper._seen_part(problem)
+    rows, keys, spec, offset = hopper._seen_part(problem)
     seen = seen_pairs(problem)
     assert torch.equal(seen.any(1).nonzero().squeeze(1), torch.arange(sq)[rows])
     assert torch.equal(seen.any(0).nonzero().squeeze(1), torch.arange(sk)[keys])
     seen = seen[rows, keys]
     n_rows, n_keys = seen.shape
     got = torch.full((-(-n_keys // BLOCK_K) * b * kv_heads, 11), -1, dtype=torch.int32)
+    walk = KeysWalk(b * kv_heads, together, offset, None, None)
     keys_walk_kernel[(len(got),)](got, spec, walk, BLOCK_Q, BLOCK_K, n_keys % BLOCK_K != 0)
     wanted = set(itertools.product(range(b), range(kv_heads), range(0, n_keys, BLOCK_K)))
     assert sorted(map(tuple, got[:, :3].tolist())) == sorted(wanted), "each tile once"
+    owners = (got[:, 0] * kv_heads + got[:, 1]).clamp(max=b * kv_heads - together)
+    order = torch.stack((owners, got[:, 2]), 1).tolist()
+    assert order == sorted(order), "the first tiles of all of the last heads first"
     tiles = -(-n_keys // BLOCK_K)
     room = -(-n_rows // BLOCK_Q) * BLOCK_Q
     pairs = torch.full((tiles * BLOCK_K, room), -1, dtype=torch.int8)
-    pairs_kernel[(tiles,)](pairs, spec, walk, BLOCK_Q, BLOCK_K, room)
+    pairs_kernel[(len(got),)](pairs, spec, walk, BLOCK_Q, BLOCK_K, room)
     assert torch.equal(pairs[:n_keys, :n_rows].T == 1, seen)
     assert not pairs[n_keys:].any()
     for batch, _, start, *ends, start_q, start_k, per_head, first_block in got.tolist():
@@ -254,7 +260,7 @@ def check_packed_keys(lengths: tuple[int, ...], past: int, **options: object) ->
     assert hopper._all_is_seen(problem)
     spec = twins.spec(problem)
     schedule = hopper._schedule(k, spec, BLOCK_K, True)
-    walk = KeysWalk(0, schedule, len(lengths).bit_length())
+    walk = KeysWalk(kv_heads, 1, 0, schedule, len(lengths).bit_length())
     most = twins.most_tiles(problem, k, BLOCK_K) * kv_heads
     got = torch.full((most, 11), -1, dtype=torch.int32)
     keys_walk_kernel[(most,)](got, spec, walk, BLOCK_Q, BLOCK_K, True)
@@ -267,14 +273,14 @@ def check_packed_keys(lengths: tuple[int, ...], past: int, **options: object) ->
     tiles = [x for x in got.tolist() if x[2] < (*lengths, past)[x[0]]]
     assert sorted(tuple(x[:3]) for x in tiles) == sorted(everywhere), "each tile once"
     # The others see nothing, and are past the end of what they would be written to.
-    assert all(x[0] == len(lengths) and x[6] == 1 for x in got.tolist() if x not in tiles)
+    assert all(x[0] == len(lengths) and x[6] == BLOCK_Q for x in got.tolist() if x not in tiles)
     parts = {part.number: part for part in sequences(problem)}
     blocks = set()
     for number, _, start, *ends, start_q, start_k, per_head, first_block in tiles:
         assert (start_q, start_k) == (cu[number], cu[number])
         assert per_head == -(-total // BLOCK_Q) + len(lengths) + 1
         if number == len(lengths):
-            assert (ends[0], ends[-1]) == (0, 1)
+            assert (ends[0], ends[-1]) == (0, BLOCK_Q)
             continue
         check_blocks(seen_pairs(parts[number].problem), start, ends)
         assert first_block + -(-lengths[number] // BLOCK_Q) <= per_head
@@ -413,7 +419,8 @@ def main() -> None:
         ("bottom-right", "top-left"),
     ):
         check_keys(1, sq, sk, 1, window_size=window, align=align)
-    check_keys(2, 40, 75, 3, causal=True)
+    for together in (1, 2, 4, 6):
+        check_keys(2, 40, 75, 3, together, causal=True)
     for window in ((None, None), (None, 0), (9, 0), (20, 5)):
         for lengths, past in (((5,), 0), ((40, 1, 0, 100, 16, 17), 3), ((0, 0, 33), 20)):
             check_packed_keys(lengths, past, window_size=window)

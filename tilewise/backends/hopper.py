@@ -210,7 +210,7 @@ def config(problem: Problem) -> dict[str, Any]:
 
 
 def _plan(problem: Problem) -> _Plan:
-    banded = any(side is not None for side in twins.sides(problem))
+    banded = _is_banded(problem)
     block_d, block_dv = (max(64, twins.power_of_two(t.shape[-1])) for t in (problem.q, problem.v))
     lengths: tuple[int | None, ...] = (None, None)
     if problem.packed is not None:
@@ -237,6 +237,11 @@ def _plan(problem: Problem) -> _Plan:
     if (in_parts and length == "long") or plan.shared_bytes > _SHARED_BYTES:
         plan = plan._replace(q_stages=1)
     return plan._replace(heads=_sharing_heads(problem, plan))
+
+
+def _is_banded(problem: Problem) -> bool:
+    """Whether tiles differ in length, as far as the host knows."""
+    return any(side is not None for side in twins.sides(problem))
 
 
 def _columns(width: int, block: int) -> int:
@@ -405,11 +410,18 @@ def _walk_of_keys(problem: Problem, plan: _BackwardPlan) -> tuple[slice, slice, 
     """The rows and keys that are not left out, Spec and KeysWalk of these."""
     from tilewise.kernels.hopper_walk import KeysWalk
 
+    heads = problem.k.shape[-2]
     if problem.packed is None:
-        return _seen_part(problem)
+        rows, keys, spec, offset = _seen_part(problem)
+        heads *= problem.k.shape[0]
+        # As many as are worked on at once.
+        at_once = _multiprocessors(problem.q.device) // -(-spec.sizes.sk // plan.keys)
+        together = min(max(1, at_once), heads) if _is_banded(problem) else 1
+        return rows, keys, spec, KeysWalk(heads, together, offset, None, None)
     spec = twins.spec(problem)
     schedule = _schedule(problem.k, spec, plan.keys, of_keys=True)
-    return slice(None), slice(None), spec, KeysWalk(0, schedule, spec.packed.count.bit_length())
+    steps = spec.packed.count.bit_length()
+    return slice(None), slice(None), spec, KeysWalk(heads, 1, 0, schedule, steps)
 
 
 def _walk_of_queries(problem: Problem, q: Tensor, spec: Any, offset: int) -> tuple[int, Any]:
@@ -421,7 +433,11 @@ def _walk_of_queries(problem: Problem, q: Tensor, spec: Any, offset: int) -> tup
     if problem.packed is not None:
         schedule, steps = _schedule(q, spec, rows), spec.packed.count.bit_length()
         return programs, Walk(0, heads, heads, 0, schedule, steps, None)
-    return programs, Walk(-(-q.shape[1] // rows), q.shape[0] * heads, 1, offset, None, None, None)
+    all_heads, section = q.shape[0] * heads, 1
+    if _is_banded(problem):
+        read = spec.sizes.sk * (problem.k.shape[-1] + problem.v.shape[-1]) * q.element_size()
+        section = _section(all_heads, problem.groups, read, _L2_SHARE)
+    return programs, Walk(-(-q.shape[1] // rows), all_heads, section, offset, None, None, None)
 
 
 def gradients_left_to(problem: Problem) -> str | None:
@@ -484,11 +500,9 @@ def _backward_plan(problem: Problem) -> _BackwardPlan:
     return _BackwardPlan(keys, _GROUP_ROWS, d, dv, stages, d == dv == 64)
 
 
-def _seen_part(problem: Problem) -> tuple[slice, slice, Any, Any]:
-    """Of a dense problem with a band: the rows that see a key, the keys that are seen, and the Spec and
-    KeysWalk of that part."""
-    from tilewise.kernels.hopper_walk import KeysWalk
-
+def _seen_part(problem: Problem) -> tuple[slice, slice, Any, int]:
+    """Of a dense problem with a band: the rows that see a key, the keys that are seen, and the Spec of that
+    part and the offset of its first row's position."""
     band, sq, sk = problem.band, problem.q.shape[1], problem.k.shape[1]
     offset = band.offset(sq, sk)
     first = 0 if band.right is None else -offset - band.right
@@ -496,8 +510,7 @@ def _seen_part(problem: Problem) -> tuple[slice, slice, Any, Any]:
     rows, keys = slice(max(first, 0), min(last, sq)), slice(*_seen_keys(problem))
     spec = twins.spec(problem)
     sizes = spec.sizes._replace(sq=rows.stop - rows.start, sk=keys.stop - keys.start)
-    walk = KeysWalk(offset + rows.start - keys.start, None, None)
-    return rows, keys, spec._replace(sizes=sizes), walk
+    return rows, keys, spec._replace(sizes=sizes), offset + rows.start - keys.start
 
 
 def _line_view(lines: Tensor, rows: int) -> Any:

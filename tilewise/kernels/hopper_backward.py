@@ -5,6 +5,9 @@ queries that see them, which a producer has loaded ahead. Sᵀ and dPᵀ of a co
 that Pᵀ and dSᵀ are, in registers, the first operands of the products of dV and dK. The consumers take turns
 at the tensor cores: one computes exponentials while the other's products run.
 
+The last block of queries comes first: under a causal mask all tiles of keys have it, so that programs which begin
+at about the same time read, and add to, about the same blocks.
+
 For dQ they exchange dS by shared memory, and each computes a half of dQ of the step before, for which the
 other's part is there by then. dQ is summed in float32 by the L2 cache, straight from registers, since shared
 memory is what the products are short of: in any order, into tiles that lie as registers hold them (`as_rows`).
@@ -125,7 +128,7 @@ def _produce(views, shared, spec, walk, tile):
     for member in range(spec.sizes.groups):
         head = work.kv_head * spec.sizes.groups + member
         first_line = head * work.per_head + work.first_block
-        for i in range(work.first, work.last, tile.BLOCK_Q):
+        for i in range(work.last - tile.BLOCK_Q, work.first - 1, -tile.BLOCK_Q):
             line = first_line + i // tile.BLOCK_Q
             wait_empty(shared.q, count)
             load_tile_and_line(
@@ -160,6 +163,7 @@ def _consume(views, shared, dq, spec, walk, tile, GROUP: gl.constexpr):
     if tile.HELD:
         own_k = load_pairs(slot(shared.k, 0), GROUP)
         own_v = load_pairs(slot(shared.v, 0), GROUP)
+    full_first = work.full_first if EDGE else work.first
     open_turns(GROUP, _GROUPS)
     if GROUP == 1:
         # Its products of a step come after the first ones of the other's next step.
@@ -168,36 +172,37 @@ def _consume(views, shared, dq, spec, walk, tile, GROUP: gl.constexpr):
 
     head = work.kv_head * spec.sizes.groups
     first_tile = head * work.per_head + work.first_block
-    i = work.first
+    i = work.last - tile.BLOCK_Q
     dk, dv, before = _step(
         dk, dv, 0, own_k, own_v, shared, 0, i, first_tile, keys, at, head, dq, spec, tile,
         GROUP, EDGE, True,
     )  # fmt: skip
-    i += tile.BLOCK_Q
+    i -= tile.BLOCK_Q
     count = 1
     for _ in range(spec.sizes.groups):
-        if EDGE:
-            for block in range(i, work.full_first, tile.BLOCK_Q):
+        if TAIL:
+            for block in range(i, work.full_last - 1, -tile.BLOCK_Q):
                 dk, dv, before = _step(
                     dk, dv, before, own_k, own_v, shared, count, block, first_tile, keys, at, head, dq,
                     spec, tile, GROUP, True, False,
                 )  # fmt: skip
                 count += 1
-            i = gl.maximum(i, work.full_first)
-        for block in range(i, work.full_last, tile.BLOCK_Q):
+            i = gl.minimum(i, work.full_last - tile.BLOCK_Q)
+        for block in range(i, full_first - 1, -tile.BLOCK_Q):
             dk, dv, before = _step(
                 dk, dv, before, own_k, own_v, shared, count, block, first_tile, keys, at, head, dq,
                 spec, tile, GROUP, False, False,
             )  # fmt: skip
             count += 1
-        if TAIL:
-            for block in range(gl.maximum(i, work.full_last), work.last, tile.BLOCK_Q):
+        if EDGE:
+            i = gl.minimum(i, full_first - tile.BLOCK_Q)
+            for block in range(i, work.first - 1, -tile.BLOCK_Q):
                 dk, dv, before = _step(
                     dk, dv, before, own_k, own_v, shared, count, block, first_tile, keys, at, head, dq,
                     spec, tile, GROUP, True, False,
                 )  # fmt: skip
                 count += 1
-        i = work.first
+        i = work.last - tile.BLOCK_Q
         head += 1
         first_tile += work.per_head
     if GROUP == 0:

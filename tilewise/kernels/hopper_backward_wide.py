@@ -154,7 +154,7 @@ def _produce_queries(views, shared, spec, walk, tile):
     for member in range(spec.sizes.groups):
         head = work.kv_head * spec.sizes.groups + member
         first_line = head * work.per_head + work.first_block
-        for i in range(work.first, work.last, GROUP_ROWS):
+        for i in range(work.last - GROUP_ROWS, work.first - 1, -GROUP_ROWS):
             _load_queries(views, shared, queries, i, head, first_line + i // GROUP_ROWS, count)
             count += 1
 
@@ -171,23 +171,23 @@ def _consume_queries(views, out, shared, spec, walk, tile, GROUP: gl.constexpr):
     LAYOUT: gl.constexpr = gl.SliceLayout(1, product_layout(GROUP_ROWS))
     keys = at.tile_start + gl.arange(0, GROUP_ROWS, LAYOUT)
     total = gl.zeros([GROUP_ROWS, COLUMNS], gl.float32, product_layout(COLUMNS))
-    full_first = gl.maximum(work.first, work.full_first) if EDGE else work.first
+    full_first = work.full_first if EDGE else work.first
     wait_full(shared.k if GROUP == _DV else shared.v, 0)
     open_turns(GROUP, _GROUPS)
     head = work.kv_head * spec.sizes.groups
     count = 0
     for _ in range(spec.sizes.groups):
-        if EDGE:
-            for i in range(work.first, full_first, GROUP_ROWS):
+        if TAIL:
+            for i in range(work.last - GROUP_ROWS, work.full_last - 1, -GROUP_ROWS):
                 total = _queries_step(
                     total, shared, count, i, keys, at, head, spec, tile, GROUP, True
                 )
                 count += 1
-        for i in range(full_first, work.full_last, GROUP_ROWS):
+        for i in range(work.full_last - GROUP_ROWS, full_first - 1, -GROUP_ROWS):
             total = _queries_step(total, shared, count, i, keys, at, head, spec, tile, GROUP, False)
             count += 1
-        if TAIL:
-            for i in range(gl.maximum(full_first, work.full_last), work.last, GROUP_ROWS):
+        if EDGE:
+            for i in range(full_first - GROUP_ROWS, work.first - 1, -GROUP_ROWS):
                 total = _queries_step(
                     total, shared, count, i, keys, at, head, spec, tile, GROUP, True
                 )

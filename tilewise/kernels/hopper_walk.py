@@ -164,9 +164,13 @@ def blocks_of(rows, i0, work, spec, ROWS: tl.constexpr, BLOCK_K: tl.constexpr):
 
 
 class KeysWalk(NamedTuple):
-    """Tiles of keys. Dense: those of one head after the other; `offset` of row 0's position. Packed: a `schedule`
-    of tiles of keys, which are searched for in `steps` steps, of all heads before the next."""
+    """Tiles of keys. Dense: those of `heads` heads (those of all batch entries), one head after the other; but of
+    the last `together` heads the first tiles of all come first, which under a causal mask are the longest, so
+    that programs end at about the same time. `offset` of row 0's position. Packed: a `schedule` of tiles of
+    keys, which are searched for in `steps` steps, of all heads before the next."""
 
+    heads: Any
+    together: Any
     offset: Any
     schedule: Any
     steps: Any
@@ -174,8 +178,8 @@ class KeysWalk(NamedTuple):
 
 class KeysWork(NamedTuple):
     """A tile of keys: where it is, its head, and the blocks of queries that see some of it: those that begin at
-    `first`, … before `last`. All rows of those from full_first on and before full_last see all of it. These
-    are multiples of a block, or `last`.
+    `first`, … before `last`. All rows of those from full_first on and before full_last see all of it. All four
+    are multiples of a block, in order.
 
     Blocks of queries are numbered, `per_head` of each head, those of this sequence from `first_block` on."""
 
@@ -197,11 +201,10 @@ def work_of_keys(
     sizes = spec.sizes
     per_head = tl.cdiv(sizes.sq, BLOCK_Q)
     if spec.packed is None:
-        tiles = tl.cdiv(sizes.sk, BLOCK_K)
-        owner = number // tiles
+        owner, tile = _tile_of_keys(number, tl.cdiv(sizes.sk, BLOCK_K), walk)
         kv_head = owner % sizes.kv_heads
         batch = owner // sizes.kv_heads
-        start = number % tiles * BLOCK_K
+        start = tile * BLOCK_K
         at = Place(start, True, batch, batch.to(tl.int64), 0, 0, sizes.sq, sizes.sk, walk.offset)
         first_block = batch * sizes.heads * per_head
     else:
@@ -221,8 +224,22 @@ def work_of_keys(
         full_last = tl.where(edges.full_last < at.sq, full_last, last)
     if RAGGED:
         full_first = tl.where(at.tile_start + BLOCK_K > at.sk, last, full_first)
+    full_first = tl.maximum(full_first, first)
     full_last = tl.maximum(full_last, full_first)
+    full_first = tl.cdiv(full_first, BLOCK_Q) * BLOCK_Q
+    full_last = tl.cdiv(full_last, BLOCK_Q) * BLOCK_Q
+    last = tl.cdiv(last, BLOCK_Q) * BLOCK_Q
     return KeysWork(at, kv_head, first, full_first, full_last, last, per_head, first_block)
+
+
+@triton.jit
+def _tile_of_keys(number, tiles, walk):
+    """The head that tile `number` of a walk is of, and which of the head's `tiles` it is."""
+    alone = walk.heads - walk.together
+    rest = number - alone * tiles
+    head = tl.where(rest < 0, number // tiles, alone + rest % walk.together)
+    tile = tl.where(rest < 0, number % tiles, rest // walk.together)
+    return head, tile
 
 
 @triton.jit
