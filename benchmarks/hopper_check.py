@@ -342,12 +342,12 @@ def case_judged(case: Case, dtype: torch.dtype) -> str:
 
 def gradients_judged(case: Case, dtype: torch.dtype) -> str:
     """What is wrong with a case, forward and backward, in memory that is full of NaN."""
-    call = with_fixed_scores(gradient_call(case, dtype, "cuda"))
-    if hopper._backward_unsupported(call.problem()):
+    call = gradient_call(case, dtype, "cuda")
+    if hopper._backward_unsupported(call.problem(), ()):
         return "left to the Triton backend"
     with poisoned():
-        results = testing.evaluate(call, "hopper")
-    gold, peer = testing.expect(with_fixed_scores(make_call(case, dtype, "cuda")))
+        results = testing.evaluate(with_fixed_scores(call), "hopper")
+    gold, peer = testing.expect(make_call(case, dtype, "cuda"))
     verdicts = (
         testing.judge(name, t, gold[name], peer[name], dtype) for name, t in results.items()
     )
