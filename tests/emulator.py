@@ -32,7 +32,12 @@ from triton.runtime.jit import JITFunction
 
 from tilewise.backends import hopper
 from tilewise.backends import triton as triton_backend
-from tilewise.kernels import hopper_backward, hopper_backward_wide, replay
+from tilewise.kernels import (
+    hopper_backward,
+    hopper_backward_queries,
+    hopper_backward_wide,
+    replay,
+)
 from tilewise.results import Gradients, Result
 from tilewise.spec import Problem
 
@@ -556,7 +561,7 @@ def emulating(seed: int = 0, **instead: Callable[..., Any]) -> Iterator[None]:
             for kernel in (
                 hopper_backward._backward_kernel,
                 hopper_backward_wide._wide_keys_kernel,
-                hopper_backward_wide._wide_queries_kernel,
+                hopper_backward_queries._queries_kernel,
             )
         },
         "delta_kernel": delta_kernel,

@@ -193,7 +193,6 @@ def test_explained_where_there_is_no_such_gpu():
             "alibi_slopes: not served for head dims above 128",
         ),
         ({}, {"key_range": (0, torch.full((2, 1), 9))}, "key_range: not served"),
-        ({}, {"deterministic": True}, "deterministic: the order of sums differs from run to run"),
     ],
 )
 def test_gradients_left_to_triton(shape, options, reason):
@@ -212,9 +211,13 @@ def test_gradients_of_scores_only_if_wanted(name):
     assert hopper.config(problem)["gradients"] == "by hopper"
 
 
-def test_gradients_of_wide_heads_are_deterministic():
-    """Their kernels add up nothing in memory."""
-    problem = problem_of(*tensors(d=136), deterministic=True)
+@pytest.mark.parametrize("d", [8, 64, 128, 136, 256])
+def test_gradients_are_deterministic_on_request(d):
+    """By kernels that add up nothing in memory."""
+    q, k, v = tensors(d=d, sq=300)
+    problem = problem_of(q, k, v, deterministic=True)
+    assert hopper._backward_unsupported(problem) == []
+    problem = problem_of(q[0], k[0], v[0], deterministic=True, **PACKED)
     assert hopper._backward_unsupported(problem) == []
 
 
@@ -446,6 +449,22 @@ def test_the_backward_pass_compiles(shape, options, spilled):
 @pytest.mark.parametrize(
     ("shape", "options", "spilled"),
     [
+        ({"sq": 512, "sk": 512}, {}, 0),
+        ({"sq": 512, "sk": 512}, {"causal": True}, 0),
+        ({"sq": 512, "sk": 512, "d": 64}, {"causal": True}, 0),
+        ({"sq": 500, "sk": 700, "dtype": torch.float16}, {"window_size": (100, 20)}, 0),
+        ({"sq": 512, "sk": 512, "d": 64}, {"window_size": (100, 20), "softcap": 9.0}, 0),
+        ({"d": 96, "dv": 40}, {"alibi_slopes": torch.ones(4)}, 0),
+        ({"sq": 300}, {"causal": True, **PACKED}, 8),
+    ],
+)
+def test_the_deterministic_backward_pass_compiles(shape, options, spilled):
+    compiled_by_two_kernels("_backward_kernel", shape, {**options, "deterministic": True}, spilled)
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "spilled"),
+    [
         ({"sq": 512, "sk": 512, "d": 256}, {"causal": True}, 0),
         ({"d": 256, "dtype": torch.float16}, {"window_size": (100, 20), "softcap": 9.0}, 128),
         ({"sq": 500, "sk": 700, "d": 192, "dv": 128}, {}, 32),
@@ -453,16 +472,19 @@ def test_the_backward_pass_compiles(shape, options, spilled):
     ],
 )
 def test_the_backward_pass_of_wide_heads_compiles(shape, options, spilled):
+    compiled_by_two_kernels("_wide_keys_kernel", shape, options, spilled)
+
+
+def compiled_by_two_kernels(of_keys, shape, options, spilled):
+    """One for gradients of keys and values, one for those of queries."""
     q, k, v = tensors(**{"b": 4, **shape})
     if "cu_seqlens_q" in options:
         q, k, v = q[0], k[0], v[0]
     problem = problem_of(q, k, v, **options)
     target = compiling.cuda_target(90)
-    every = compiling.compile_problem(problem, target, backend="hopper")
-    of_keys, of_queries = (
-        compiling.report(kernel, target) for kernel in every if "wide" in kernel.name
-    )
-    for found in (of_keys, of_queries):
+    *_, keys, queries = compiling.compile_problem(problem, target, backend="hopper", wanted=())
+    assert (keys.name, queries.name) == (of_keys, "_queries_kernel")
+    for found in (compiling.report(kernel, target) for kernel in (keys, queries)):
         assert (found.registers, found.notes) == (168, ())
         assert found.spilled <= spilled
         assert found.shared <= 227 * 1024

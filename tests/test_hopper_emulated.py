@@ -16,6 +16,7 @@ from tilewise import repeated
 from tilewise.arguments import problem_of
 from tilewise.backends import hopper, reference
 from tilewise.kernels import replay
+from tilewise.kernels.score import Rows
 from tilewise.results import Result
 from tilewise.spec import Problem
 
@@ -107,9 +108,11 @@ def seen(problem: Problem) -> tuple[Tensor, Tensor]:
         (Shape(sq=130, sk=200, d=256, dv=64), {"window_size": (2**62, 5), "scale": -0.3}),
     ],
 )
-@pytest.mark.parametrize("of_lse", [False, True])
-def test_gradients(shape: Shape, options: dict[str, Any], of_lse: bool) -> None:
-    check(shape, sum(shape) + of_lse, of_lse, **options)
+@pytest.mark.parametrize(("of_lse", "deterministic"), [(False, False), (True, False), (True, True)])
+def test_gradients(
+    shape: Shape, options: dict[str, Any], of_lse: bool, deterministic: bool
+) -> None:
+    check(shape, sum(shape) + of_lse, of_lse, deterministic=deterministic, **options)
 
 
 @pytest.mark.parametrize(
@@ -126,14 +129,23 @@ def test_gradients(shape: Shape, options: dict[str, Any], of_lse: bool) -> None:
         ),
     ],
 )
-@pytest.mark.parametrize("of_lse", [False, True])
-def test_slopes_and_sinks(shape: Shape, options: dict[str, Any], of_lse: bool) -> None:
-    check(shape, sum(shape), of_lse, **options)
+@pytest.mark.parametrize(("of_lse", "deterministic"), [(False, False), (True, False), (True, True)])
+def test_slopes_and_sinks(
+    shape: Shape, options: dict[str, Any], of_lse: bool, deterministic: bool
+) -> None:
+    check(shape, sum(shape), of_lse, deterministic=deterministic, **options)
 
 
-@pytest.mark.parametrize("widths", [(8, 40, 64, 72, 96, 128), (8, 64, 136, 192, 200, 256)])
+@pytest.mark.parametrize(
+    ("widths", "deterministic"),
+    [
+        ((8, 40, 64, 72, 96, 128), False),
+        ((8, 40, 64, 72, 96, 128), True),
+        ((8, 64, 136, 192, 200, 256), False),
+    ],
+)
 @pytest.mark.parametrize("seed", range(6))
-def test_any_shape_and_band(seed: int, widths: tuple[int, ...]) -> None:
+def test_any_shape_and_band(seed: int, widths: tuple[int, ...], deterministic: bool) -> None:
     dice = random.Random(seed)
     lengths = (1, 2, 3, 63, 64, 65, 127, 128, 129, 191, 192, 193, 256, 257, 320, 400)
     for number in range(6):
@@ -150,6 +162,7 @@ def test_any_shape_and_band(seed: int, widths: tuple[int, ...]) -> None:
             "window_size": tuple(dice.choices(sides, k=2)),
             "align": dice.choice(("top-left", "bottom-right")),
             "softcap": dice.choice((None, None, 3.0)),
+            "deterministic": deterministic,
         }
         check(shape, 100 * seed + number, dice.random() < 0.5, **options)
 
@@ -168,16 +181,23 @@ def test_any_shape_and_band(seed: int, widths: tuple[int, ...]) -> None:
         ((128, 256), 0),
     ],
 )
-@pytest.mark.parametrize(("d", "dv"), [(64, 40), (256, 136)])
+@pytest.mark.parametrize(
+    ("d", "dv", "deterministic"), [(64, 40, False), (64, 40, True), (256, 136, False)]
+)
 def test_packed(
-    lengths: tuple[int, ...], past: int, options: dict[str, Any], d: int, dv: int
+    lengths: tuple[int, ...],
+    past: int,
+    options: dict[str, Any],
+    d: int,
+    dv: int,
+    deterministic: bool,
 ) -> None:
     """Sequences side by side, with NaN in tokens past the last."""
     torch.manual_seed(len(lengths))
     total = sum(lengths) + past
     q, k, v, dout = (t[0] for t in tensors(Shape(sq=total, sk=total, hq=4, hkv=2, d=d, dv=dv)))
     cu = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
-    options = {**options, "cu_seqlens_q": cu, "cu_seqlens_k": cu}
+    options = {**options, "cu_seqlens_q": cu, "cu_seqlens_k": cu, "deterministic": deterministic}
     exact = problem_of(q.double(), k.double(), v.double(), **options)
     result = reference.forward(exact)
     dlse = torch.randn(result.lse.shape)
@@ -193,6 +213,33 @@ def test_packed(
         assert (found[total - past :] == 0).all()
         room = 2**-8 * want.abs() + 1e-4 * want.abs().max() + 2e-5
         assert ((found.double() - want).abs() <= room).all(), name
+
+
+@pytest.mark.parametrize("width", [64, 128, 256])
+@pytest.mark.parametrize("packed", [False, True])
+def test_deterministic_gradients_are_not_summed_in_memory(width: int, packed: bool) -> None:
+    """Where sums would be in any order: each is one program's."""
+    q, k, v, dout = tensors(Shape(sq=300, sk=300, hq=4, hkv=2, d=width, dv=width))
+    options: dict[str, Any] = {"causal": True}
+    if packed:
+        q, k, v, dout = q[0], k[0], v[0], dout[0]
+        cu = torch.tensor([0, 70, 300], dtype=torch.int32)
+        options |= {"cu_seqlens_q": cu, "cu_seqlens_k": cu}
+    result = reference.forward(problem_of(q.double(), k.double(), v.double(), **options))
+    result = result._replace(lse=result.lse.float())
+
+    def summed(*given: object) -> None:
+        raise AssertionError("summed in memory")
+
+    def found(seed: int, deterministic: bool) -> Any:
+        problem = problem_of(q, k, v, deterministic=deterministic, **options)
+        return emulator.backward(problem, result, dout, None, seed, add_to=summed)
+
+    first, second = (found(seed, True) for seed in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first[:3], second[:3], strict=True))
+    if width <= 128:
+        with pytest.raises(AssertionError, match="summed in memory"):
+            found(0, False)
 
 
 def within(*more: int) -> Callable[[Tensor], Tensor]:
@@ -244,6 +291,7 @@ def test_a_gradient_that_is_one_number() -> None:
         (Shape(b=2, sq=300, sk=300, d=96, dv=8), {"causal": True}, True),
         (Shape(sq=3, hq=6, hkv=2, d=128), {"window_size": (None, 9)}, True),
         (Shape(sq=70, sk=70, d=192), {"causal": True}, True),
+        (Shape(sq=200, sk=300, d=128), {"causal": True, "deterministic": True}, True),
         # What no row sees is cleared by PyTorch.
         (Shape(), {"window_size": (9, None)}, False),
     ],
@@ -399,28 +447,42 @@ def nothing(*given: object) -> None:
     pass
 
 
-@pytest.mark.parametrize("width", [64, 256])
+def sees_all(rows: Tensor, at: Any, spec: Any) -> Rows:
+    return Rows(rows, 0 * rows, 0 * rows + 1000)
+
+
+FAULTS: dict[str, Callable[..., Any]] = {
+    "wait_full": nothing,
+    "wait_empty": nothing,
+    "give_back": nothing,
+    "hand_to_threads": nothing,
+    "pass_turn": nothing,
+    "open_turns": nothing,
+    "pairs_seen": lambda along, *_: along == along,
+    "interval": sees_all,
+    "close_turns": lambda group: group == 1 and emulator.named_barrier("sync", 0),
+}
+# What is not called where dQ is summed, or where it has a kernel of its own.
+NOT_CALLED = {(64, False): ("interval",), (64, True): ("hand_to_threads",), (256, False): ()}
+
+
 @pytest.mark.parametrize(
-    "fault",
+    ("width", "deterministic", "fault"),
     [
-        {"wait_full": nothing},
-        {"wait_empty": nothing},
-        {"give_back": nothing},
-        {"hand_to_threads": nothing},
-        {"pass_turn": nothing},
-        {"open_turns": nothing},
-        {"pairs_seen": lambda along, *_: along == along},
-        {"close_turns": lambda group: group == 1 and emulator.named_barrier("sync", 0)},
+        (*kernels, fault)
+        for kernels, left_out in NOT_CALLED.items()
+        for fault in FAULTS
+        if fault not in left_out
     ],
-    ids=lambda fault: next(iter(fault)),
 )
-def test_the_emulator_finds_faults(fault: dict[str, Any], width: int) -> None:
+def test_the_emulator_finds_faults(width: int, deterministic: bool, fault: str) -> None:
     real = emulator.backward
 
     def faulty(*given: Any) -> Any:
-        return real(*given, **fault)
+        return real(*given, **{fault: FAULTS[fault]})
 
+    shape = Shape(sq=500, sk=200, d=width, dv=width)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(emulator, "backward", faulty)
         with pytest.raises(AssertionError):
-            check(Shape(sq=500, sk=200, d=width, dv=width), 0, causal=True)
+            check(shape, 0, causal=True, deterministic=deterministic)

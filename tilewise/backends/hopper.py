@@ -2,9 +2,11 @@
 
 The TMA engine reads q, k and v as they lie: any strides that are multiples of 16 bytes, no copy. Programs
 stay on their multiprocessors and draw tiles (kernels/hopper_forward.py), those of packed sequences in an
-order that is made on the device (kernels/hopper_schedule.py). The backward pass adds up dQ in any order
-(kernels/hopper_backward.py); of head dims above 128 it adds up nothing (kernels/hopper_backward_wide.py).
-What these kernels do not take is left to the Triton backend.
+order that is made on the device (kernels/hopper_schedule.py). The backward pass adds up dQ in memory, in any
+order (kernels/hopper_backward.py). Where it has to be deterministic, or head dims are above 128, dQ has a
+kernel of its own (kernels/hopper_backward_queries.py; kernels/hopper_backward_wide.py has dK's and dV's):
+nothing is added up in memory, and the bits of all gradients are the same in every run. What these kernels do
+not take is left to the Triton backend.
 
 As there, a NaN or Inf in a key or value that some rows see may reach rows that do not see it, here those
 whose tile shares a block of keys with it; in the backward pass one in a row of q or dout may likewise reach
@@ -322,7 +324,7 @@ def backward(
     )
     tiles = twins.most_tiles(problem, q, plan.block_q) * q.shape[-2]
     sums = None
-    if not plan.wide:
+    if not (plan.wide or problem.deterministic):
         sums = q.new_empty(tiles * plan.block_q * plan.d, dtype=torch.float32)
     room = tiles // lse.shape[:-1].numel() * plan.block_q
     base, delta = (lse.new_empty((*lse.shape[:-1], room)) for _ in "12")
@@ -351,10 +353,11 @@ def backward(
         spec,
         walk,
     )
+    _launch_keys(plan, parts, sums)
     if sums is None:
-        _launch_wide(problem, plan, parts)
+        _launch_queries(problem, plan, parts)
     else:
-        _launch_narrow(plan, parts, sums)
+        _launch_rows(plan, parts, sums)
     return Gradients(dq, dk, dv, Scores(problem.scores.scale))
 
 
@@ -373,37 +376,50 @@ class _Parts(NamedTuple):
     walk: Any
 
 
-def _launch_narrow(plan: _BackwardPlan, parts: _Parts, sums: Tensor) -> None:
-    """One kernel, and what makes dq of the sums that it leaves."""
-    from tilewise.kernels import hopper_backward as kernels
-
-    device, spec = parts.q.device, parts.spec
-    maxnreg, registers = _REGISTERS[2]
-    tile = kernels.Tile(*map(kernels.constexpr, (*plan[1:5], parts.ragged, plan.held, registers)))
-    given = (*parts.operands, *parts.of_keys, sums, spec, parts.walk, tile)
-    options = {"num_warps": 4, "maxnreg": maxnreg}
-    launch(kernels.backward_kernel, parts.programs, device, *given, **options)
-    programs = sums.numel() // (plan.block_q * plan.d)
-    sides = (parts.dq.shape[-1], plan.block_q, plan.d)
-    launch(kernels.rows_kernel, programs, device, sums, twins.tokens(parts.dq), spec, *sides)
-
-
-def _launch_wide(problem: Problem, plan: _BackwardPlan, parts: _Parts) -> None:
-    """One kernel for dk and dv, and one for dq."""
-    from tilewise.kernels import hopper_backward_wide as kernels
+def _launch_keys(plan: _BackwardPlan, parts: _Parts, sums: Tensor | None) -> None:
+    """The kernel of dk and dv, which adds up dq where there are sums of it."""
+    from tilewise.kernels import hopper_backward, hopper_backward_wide
     from tilewise.kernels.score import constexpr
 
-    device, spec = parts.q.device, parts.spec
     maxnreg, registers = _REGISTERS[2]
-    sides = (plan.d, plan.dv, plan.stages, parts.ragged, registers)
-    tile = kernels.Tile(*map(constexpr, sides))
+    columns = (plan.d, plan.dv, plan.stages, parts.ragged)
+    views = (*parts.operands, *parts.of_keys)
+    if plan.wide:
+        kernel: Any = hopper_backward_wide.wide_keys_kernel
+        tile: Any = hopper_backward_wide.Tile(*map(constexpr, (*columns, registers)))
+        given = views
+    else:
+        kernel = hopper_backward.backward_kernel
+        sides = (plan.block_q, *columns, plan.held, registers)
+        tile = hopper_backward.Tile(*map(constexpr, sides))
+        given = (*views, sums)
+    given = (*given, parts.spec, parts.walk, tile)
     options = {"num_warps": 4, "maxnreg": maxnreg}
-    given = (*parts.operands, *parts.of_keys, spec, parts.walk, tile)
-    launch(kernels.wide_keys_kernel, parts.programs, device, *given, **options)
-    programs, walk = _walk_of_queries(problem, parts.q, spec, parts.walk.offset)
+    launch(kernel, parts.programs, parts.q.device, *given, **options)
+
+
+def _launch_queries(problem: Problem, plan: _BackwardPlan, parts: _Parts) -> None:
+    """The kernel of dq that sums nothing in memory."""
+    from tilewise.kernels import hopper_backward_queries as kernels
+    from tilewise.kernels.score import constexpr
+
+    maxnreg, registers = _REGISTERS[2]
+    sides = (plan.keys, plan.d, plan.dv, plan.stages, parts.ragged, registers)
+    tile = kernels.Tile(*map(constexpr, sides))
+    programs, walk = _walk_of_queries(problem, parts.q, parts.spec, parts.walk.offset)
     view = _view if problem.packed is None else _clipped
-    given = (*parts.operands, view(parts.dq, plan.block_q, 1, plan.d), spec, walk, tile)
-    launch(kernels.wide_queries_kernel, programs, device, *given, **options)
+    given = (*parts.operands, view(parts.dq, plan.block_q, 1, plan.d), parts.spec, walk, tile)
+    options = {"num_warps": 4, "maxnreg": maxnreg}
+    launch(kernels.queries_kernel, programs, parts.q.device, *given, **options)
+
+
+def _launch_rows(plan: _BackwardPlan, parts: _Parts, sums: Tensor) -> None:
+    """Makes dq of the sums."""
+    from tilewise.kernels.hopper_backward import rows_kernel
+
+    programs = sums.numel() // (plan.block_q * plan.d)
+    given = (sums, twins.tokens(parts.dq), parts.spec, parts.dq.shape[-1], plan.block_q, plan.d)
+    launch(rows_kernel, programs, parts.q.device, *given)
 
 
 def _walk_of_keys(problem: Problem, plan: _BackwardPlan) -> tuple[slice, slice, Any, Any]:
@@ -458,8 +474,6 @@ def _backward_unsupported(problem: Problem, wanted: Collection[str] | None = Non
         reasons.append(f"alibi_slopes: not served for {what}")
     if problem.packed is not None and not _all_is_seen(problem):
         reasons.append("packed sequences: cu_seqlens_q and cu_seqlens_k must be one tensor")
-    if problem.deterministic and not wide:
-        reasons.append("deterministic: the order of sums differs from run to run")
     widths = {"q": problem.q.shape[-1], "v": problem.v.shape[-1]}
     for name, width in widths.items():
         if width % 8:

@@ -11,6 +11,9 @@ at about the same time read, and add to, about the same blocks.
 For dQ they exchange dS by shared memory, and each computes a half of dQ of the step before, for which the
 other's part is there by then. dQ is summed in float32 by the L2 cache, straight from registers, since shared
 memory is what the products are short of: in any order, into tiles that lie as registers hold them (`as_rows`).
+
+dK and dV are added up in the order of the blocks: their bits are the same in every run. Where those of dQ have to
+be, too, it is left to hopper_backward_queries.py, and nothing is exchanged or summed in memory.
 """
 
 from typing import Any, NamedTuple
@@ -38,6 +41,7 @@ from tilewise.kernels.hopper_pipeline import (
     give_back,
     hand_over,
     keep,
+    line_buffer,
     load_pairs,
     load_tile,
     load_tile_and_line,
@@ -93,7 +97,7 @@ class Views(NamedTuple):
 
 class Shared(NamedTuple):
     """k and v, a ring of one each; rings of q with the line of delta, and of dout with that of base; a ring of
-    dSᵀ, of which each consumer fills its half."""
+    dSᵀ, of which each consumer fills its half, for dQ alone."""
 
     k: Any
     v: Any
@@ -173,12 +177,15 @@ def _consume(views, shared, dq, spec, walk, tile, GROUP: gl.constexpr):
     head = work.kv_head * spec.sizes.groups
     first_tile = head * work.per_head + work.first_block
     i = work.last - tile.BLOCK_Q
-    dk, dv, before = _step(
-        dk, dv, 0, own_k, own_v, shared, 0, i, first_tile, keys, at, head, dq, spec, tile,
-        GROUP, EDGE, True,
-    )  # fmt: skip
-    i -= tile.BLOCK_Q
-    count = 1
+    before = 0
+    count = 0
+    if dq is not None:
+        dk, dv, before = _step(
+            dk, dv, before, own_k, own_v, shared, count, i, first_tile, keys, at, head, dq, spec, tile,
+            GROUP, EDGE, True,
+        )  # fmt: skip
+        i -= tile.BLOCK_Q
+        count = 1
     for _ in range(spec.sizes.groups):
         if TAIL:
             for block in range(i, work.full_last - 1, -tile.BLOCK_Q):
@@ -209,9 +216,10 @@ def _consume(views, shared, dq, spec, walk, tile, GROUP: gl.constexpr):
         await_turn(GROUP)
         pass_turn(GROUP, _GROUPS)
     close_turns(GROUP)
-    wait_full(shared.ds, count - 1)
-    part = _product_of_queries(shared, count - 1, tile, GROUP)
-    _add_queries(warpgroup_mma_wait(0, [part]), dq, before, tile, GROUP)
+    if dq is not None:
+        wait_full(shared.ds, count - 1)
+        part = _product_of_queries(shared, count - 1, tile, GROUP)
+        _add_queries(warpgroup_mma_wait(0, [part]), dq, before, tile, GROUP)
     _store(dk * spec.scores.scale, dv, views, shared, work, GROUP)
 
 
@@ -251,6 +259,7 @@ def _step(
 ):  # fmt: skip
     """The block of queries i …, use `count` of the rings; `before` is the tile of dq of the step before. EDGE:
     not all pairs are seen. FIRST: there was no step before."""
+    AFTER: gl.constexpr = not FIRST and dq is not None
     TRANSPOSED: gl.constexpr = product_layout(tile.BLOCK_Q)
     LINE: gl.constexpr = gl.SliceLayout(0, TRANSPOSED)
     dtype: gl.constexpr = shared.q.data.dtype
@@ -285,24 +294,26 @@ def _step(
     if EDGE:
         ds = gl.where(seen, ds, 0.0)
     ds_pairs = pack(ds, dtype)
-    wait_empty(shared.ds, count)
-    rounded = unpack(ds_pairs, dtype, TRANSPOSED)
-    _own(shared.ds, GROUP, count).store(gl.convert_layout(rounded, TRANSPOSED, assert_trivial=True))
-    hand_over(shared.ds, count)
+    if dq is not None:
+        wait_empty(shared.ds, count)
+        rounded = unpack(ds_pairs, dtype, TRANSPOSED)
+        rounded = gl.convert_layout(rounded, TRANSPOSED, assert_trivial=True)
+        _own(shared.ds, GROUP, count).store(rounded)
+        hand_over(shared.ds, count)
 
     await_turn(GROUP)
     operand = unpack(pairs, dtype, product_layout(tile.DV))
     dv = warpgroup_mma(operand, dout, dv, is_async=True)
-    if not FIRST:
+    if AFTER:
         wait_full(shared.ds, count - 1)
         part = _product_of_queries(shared, count - 1, tile, GROUP)
     operand = unpack(ds_pairs, dtype, product_layout(tile.D))
     dk = warpgroup_mma(operand, q, dk, is_async=True)
     pass_turn(GROUP, _GROUPS)
-    dv = warpgroup_mma_wait(1 if FIRST else 2, [dv])
+    dv = warpgroup_mma_wait(2 if AFTER else 1, [dv])
     keep(pairs)
     give_back(shared.dout, count)
-    if not FIRST:
+    if AFTER:
         part = warpgroup_mma_wait(1, [part])
         give_back(shared.ds, count - 1)
         _add_queries(part, dq, before, tile, GROUP)
@@ -342,22 +353,23 @@ def _add_queries(part, dq, number, tile, GROUP: gl.constexpr):
 
 @gluon.jit
 def _backward_kernel(q, k, v, dout, base, delta, dk, dv, dq, spec, walk, tile):
-    """q, k, v, dout, dk, dv: descriptors of tiles; base, delta: of lines; dq: float32, as `as_rows` has it;
-    spec: Spec; walk: KeysWalk; tile: Tile. Grid: (tiles of keys · key heads · batch entries,)."""
+    """q, k, v, dout, dk, dv: descriptors of tiles; base, delta: of lines; dq: float32, as `as_rows` has it, or
+    None; spec: Spec; walk: KeysWalk; tile: Tile. Grid: (tiles of keys · key heads · batch entries,)."""
     dtype: gl.constexpr = q.dtype
     BLOCK_K: gl.constexpr = _GROUPS * GROUP_ROWS
-    LINES: gl.constexpr = gl.NVMMASharedLayout(0, 32, 1)
     views = Views(q, k, v, dout, base, delta, dk, dv)
-    # A consumer fills the next but one before the other has read that of the step before.
-    ds = gl.allocate_shared_memory(dtype, [3, BLOCK_K, tile.BLOCK_Q], shared_layout(2))
+    ds = None
+    if dq is not None:
+        # A consumer fills the next but one before the other has read that of the step before.
+        ds = gl.allocate_shared_memory(dtype, [3, BLOCK_K, tile.BLOCK_Q], shared_layout(2))
     shared = Shared(
         tile_ring(dtype, 1, BLOCK_K, tile.D, _GROUPS),
         tile_ring(dtype, 1, BLOCK_K, tile.DV, _GROUPS),
         tile_ring(dtype, tile.STAGES, tile.BLOCK_Q, tile.D, _GROUPS),
-        gl.allocate_shared_memory(gl.float32, [tile.STAGES, tile.BLOCK_Q], LINES),
+        line_buffer(tile.STAGES, tile.BLOCK_Q),
         tile_ring(dtype, tile.STAGES, tile.BLOCK_Q, tile.DV, _GROUPS),
-        gl.allocate_shared_memory(gl.float32, [tile.STAGES, tile.BLOCK_Q], LINES),
-        ring_of(ds, 3, _GROUPS, _GROUPS),
+        line_buffer(tile.STAGES, tile.BLOCK_Q),
+        None if ds is None else ring_of(ds, 3, _GROUPS, _GROUPS),
     )
     fence_async_shared()
     gl.warp_specialize(

@@ -1,16 +1,15 @@
-"""The backward pass on Hopper for head dims above 128, whose gradients of 128 keys registers do not hold.
+"""dK and dV on Hopper for head dims above 128, whose gradients of 128 keys registers do not hold.
 
 With tiles of 64 keys the sums of dQ in the L2 cache would be twice those of hopper_backward.py, as many bytes
-as are loaded, and it is the L2 cache that such kernels wait for. So there are two kernels, which sum nothing in
-memory, and compute S and dP twice: 7 products instead of 5, of which 3 load half as much.
+as are loaded, and it is the L2 cache that such kernels wait for. So dQ is left to hopper_backward_queries.py,
+and nothing is summed in memory.
 
-Of keys: a program owns 64, and its two consumers each one gradient of theirs, all columns of it: one computes
-Sᵀ, P and dV, the other dPᵀ, dS and dK. What dP − delta is multiplied by goes from the one to the other by shared
-memory, in float32. Of queries: a program owns 128, half of them each of two consumers, which compute S, dP, dS
-and dQ.
+A program owns 64 keys, and its two consumers each one gradient of theirs, all columns of it: one computes Sᵀ,
+P and dV, the other dPᵀ, dS and dK. What dP − delta is multiplied by goes from the one to the other by shared
+memory, in float32.
 
-Pᵀ, dSᵀ and dS are, in registers, the first operands of the products of dV, dK and dQ. The consumers take turns
-at the tensor cores: what one computes of a step is under the other's products.
+Pᵀ and dSᵀ are, in registers, the first operands of the products of dV and dK. The consumers take turns at the
+tensor cores: what one computes of a step is under the other's products.
 """
 
 from typing import Any, NamedTuple
@@ -29,12 +28,13 @@ from tilewise.kernels.general import General
 from tilewise.kernels.hopper_pipeline import (
     GROUP_ROWS,
     Part,
+    add_product,
     await_turn,
     close_turns,
     computed,
     give_back,
     hand_to_threads,
-    keep,
+    line_buffer,
     load_tile,
     load_tile_and_line,
     open_turns,
@@ -46,30 +46,21 @@ from tilewise.kernels.hopper_pipeline import (
     split_columns,
     store_tile,
     tile_ring,
-    unpack,
     wait_empty,
     wait_full,
 )
-from tilewise.kernels.hopper_walk import (
-    blocks_of,
-    pairs_seen,
-    tiles_per_head,
-    work_of,
-    work_of_keys,
-)
-from tilewise.kernels.score import NEG_INF, interval, logits, probabilities
+from tilewise.kernels.hopper_walk import pairs_seen, work_of_keys
+from tilewise.kernels.score import NEG_INF, logits, probabilities
 
-__all__ = ["Tile", "wide_keys_kernel", "wide_queries_kernel"]
+__all__ = ["Tile", "wide_keys_kernel"]
 
-# Consumers; in the kernel of keys by what they own.
+# Consumers, by what they own.
 _DV, _DK, _GROUPS = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
-# Of queries, in the kernel of queries.
-_ROWS = gl.constexpr(2 * GROUP_ROWS)
 
 
 class Tile(NamedTuple):
-    """All constexpr. D and DV columns; STAGES blocks of q and dout beside a tile of keys, and of v beside one of
-    queries one less. RAGGED: the last tile of keys may be cut short. REGISTERS of a consumer's threads."""
+    """All constexpr. D and DV columns; STAGES blocks of q and dout. RAGGED: the last tile of keys may be cut
+    short. REGISTERS of a consumer's threads."""
 
     D: Any
     DV: Any
@@ -103,12 +94,6 @@ class Shared(NamedTuple):
 
 
 @gluon.jit
-def _lines(SLOTS: gl.constexpr):
-    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(0, 32, 1)
-    return gl.allocate_shared_memory(gl.float32, [SLOTS, GROUP_ROWS], LAYOUT)
-
-
-@gluon.jit
 def _load_queries(views, shared, queries, i, head, line, count):
     wait_empty(shared.q, count)
     load_tile_and_line(views.q, queries, i, head, views.base, line, shared.q, shared.base, count)
@@ -116,22 +101,6 @@ def _load_queries(views, shared, queries, i, head, line, count):
     load_tile_and_line(
         views.dout, queries, i, head, views.delta, line, shared.dout, shared.delta, count
     )
-
-
-@gluon.jit
-def _add_product(total, pairs, ring, count, GROUP: gl.constexpr):
-    """total + pairs · what is in a ring's slot, which is given back."""
-    operand = unpack(pairs, ring.data.dtype, product_layout(total.shape[1]))
-    await_turn(GROUP)
-    total = warpgroup_mma(operand, slot(ring, count), total, is_async=True)
-    pass_turn(GROUP, _GROUPS)
-    total = warpgroup_mma_wait(0, [total])
-    keep(pairs)
-    give_back(ring, count)
-    return total
-
-
-# ------------------------------------------------------------------ tiles of keys
 
 
 @gluon.jit
@@ -219,11 +188,11 @@ def _queries_step(
     if GROUP == _DV:
         pairs = _probabilities(shared, count, i, keys, at, head, spec, tile, EDGE)
         wait_full(shared.dout, count)
-        total = _add_product(total, pairs, shared.dout, count, GROUP)
+        total = add_product(total, pairs, shared.dout, count, GROUP, _GROUPS)
     else:
         pairs = _derivatives(shared, count, i, keys, at, spec, tile, EDGE)
         wait_full(shared.q, count)
-        total = _add_product(total, pairs, shared.q, count, GROUP)
+        total = add_product(total, pairs, shared.q, count, GROUP, _GROUPS)
     return total
 
 
@@ -296,9 +265,9 @@ def _wide_keys_kernel(q, k, v, dout, base, delta, dk, dv, spec, walk, tile):
         tile_ring(dtype, 1, GROUP_ROWS, tile.D, 1),
         tile_ring(dtype, 1, GROUP_ROWS, tile.DV, 1),
         tile_ring(dtype, tile.STAGES, GROUP_ROWS, tile.D, _GROUPS),
-        _lines(tile.STAGES),
+        line_buffer(tile.STAGES, GROUP_ROWS),
         tile_ring(dtype, tile.STAGES, GROUP_ROWS, tile.DV, _GROUPS),
-        _lines(tile.STAGES),
+        line_buffer(tile.STAGES, GROUP_ROWS),
         ring_of(factor, 1, 1),
     )
     fence_async_shared()
@@ -315,155 +284,3 @@ def _wide_keys_kernel(q, k, v, dout, base, delta, dk, dv, spec, walk, tile):
 
 # Lengths and strides differ from call to call.
 wide_keys_kernel = General(_wide_keys_kernel)
-
-
-# ------------------------------------------------------------------ tiles of queries
-
-
-@gluon.jit
-def _work_of_queries(spec, walk):
-    per_head = tiles_per_head(walk, spec)
-    return work_of(gl.program_id(0), per_head, None, walk, spec, _ROWS, GROUP_ROWS, 1, False)
-
-
-@gluon.jit
-def _is_a_tile(spec, walk):
-    """Whether there is one: packed sequences may need fewer programs than there are."""
-    return gl.program_id(0) < tiles_per_head(walk, spec) * walk.heads
-
-
-@gluon.jit
-def _produce_keys(views, shared, spec, walk, tile):
-    if _is_a_tile(spec, walk):
-        work = _work_of_queries(spec, walk)
-        at = work.at
-        queries = Part(at.number, at.start_q, at.sq)
-        keys = Part(at.number, at.start_k, at.sk)
-        # As work_of_keys numbers blocks of queries.
-        lines = (spec.sizes.sq + GROUP_ROWS - 1) // GROUP_ROWS
-        if spec.packed is None:
-            line = (at.number * spec.sizes.heads + work.head) * lines
-        else:
-            lines += spec.packed.count + 1
-            line = work.head * lines + at.start_q // GROUP_ROWS + at.number
-        line += at.tile_start // GROUP_ROWS
-        for group in range(_GROUPS):
-            # Of rows past the last the line may be another's: nothing comes of them.
-            row = at.tile_start + group * GROUP_ROWS
-            _load_queries(views, shared, queries, row, work.head, line + group, group)
-        for count in range(work.blocks):
-            j = work.first + count * GROUP_ROWS
-            wait_empty(shared.k, count)
-            load_tile(views.k, keys, j, work.kv_head, shared.k, count)
-            wait_empty(shared.v, count)
-            load_tile(views.v, keys, j, work.kv_head, shared.v, count)
-
-
-@gluon.jit
-def _consume_keys(views, out, shared, spec, walk, tile, GROUP: gl.constexpr):
-    if _is_a_tile(spec, walk):
-        BANDED: gl.constexpr = (spec.band.left is not None) or (spec.band.right is not None)
-        EDGE: gl.constexpr = BANDED or tile.RAGGED
-        LAYOUT: gl.constexpr = gl.SliceLayout(1, product_layout(GROUP_ROWS))
-        work = _work_of_queries(spec, walk)
-        at = work.at
-        i0 = at.tile_start + GROUP * GROUP_ROWS
-        rows = interval(i0 + gl.arange(0, GROUP_ROWS, LAYOUT), at, spec)
-        blocks = blocks_of(rows.number, at.tile_start, work, spec, _ROWS, GROUP_ROWS)
-        full_first = blocks.full_first if EDGE else 0
-        full_last = blocks.full_last if EDGE else work.blocks
-        dq = gl.zeros([GROUP_ROWS, tile.D], gl.float32, product_layout(tile.D))
-        wait_full(shared.q, GROUP)
-        wait_full(shared.dout, GROUP)
-        base = shared.base.index(GROUP).load(LAYOUT)
-        delta = shared.delta.index(GROUP).load(LAYOUT)
-        open_turns(GROUP, _GROUPS)
-        if EDGE:
-            for n in range(0, full_first):
-                dq = _keys_step(dq, shared, n, rows, base, delta, work, spec, GROUP, True)
-        for n in range(full_first, full_last):
-            dq = _keys_step(dq, shared, n, rows, base, delta, work, spec, GROUP, False)
-        if EDGE:
-            for n in range(full_last, work.blocks):
-                dq = _keys_step(dq, shared, n, rows, base, delta, work, spec, GROUP, True)
-        close_turns(GROUP)
-        # dq takes the place of q.
-        dq = dq * spec.scores.scale
-        slot(shared.q, GROUP).store(dq.to(shared.q.data.dtype))
-        queries = Part(at.number, at.start_q, at.sq)
-        store_tile(out, queries, i0, work.head, 0, slot(shared.q, GROUP))
-        tma.store_wait(0)
-
-
-@gluon.jit
-def _keys_step(
-    dq, shared, count, rows, base, delta, work, spec, GROUP: gl.constexpr, EDGE: gl.constexpr
-):
-    """Block `count` of the keys. EDGE: not all pairs are seen."""
-    PRODUCT: gl.constexpr = product_layout(GROUP_ROWS)
-    none = gl.zeros([GROUP_ROWS, GROUP_ROWS], gl.float32, PRODUCT)
-    j = work.first + count * GROUP_ROWS
-    wait_full(shared.k, count)
-    dp = computed(none - delta[:, None])
-    own = _anew(GROUP, count)
-    await_turn(GROUP)
-    k = slot(shared.k, count).permute((1, 0))
-    s = warpgroup_mma(slot(shared.q, own), k, none, use_acc=False, is_async=True)
-    wait_full(shared.v, count)
-    v = slot(shared.v, count).permute((1, 0))
-    dp = warpgroup_mma(slot(shared.dout, own), v, dp, is_async=True)
-    pass_turn(GROUP, _GROUPS)
-    s = warpgroup_mma_wait(1, [s])
-    low, high = split_columns(s)
-    across = (rows.number - j)[:, None] - low
-    capped = logits(s, work.at, work.head, across, high, None, spec)
-    s = capped.s
-    if EDGE:
-        seen = high < (rows.hi - j)[:, None] - low
-        if spec.band.left is not None:
-            seen = seen & (high >= (rows.lo - j)[:, None] - low)
-        s = gl.where(seen, s, NEG_INF)
-    p = probabilities(s, base[:, None], 0.0, spec)
-    ds = p * warpgroup_mma_wait(0, [dp])
-    give_back(shared.v, count)
-    if spec.scores.softcap is not None:
-        ds = ds * (1.0 - capped.tanh * capped.tanh)
-    if EDGE:
-        ds = gl.where(seen, ds, 0.0)
-    return _add_product(dq, pack(ds, shared.k.data.dtype), shared.k, count, GROUP)
-
-
-@gluon.jit
-def _anew(number, count):
-    """A number as if it changed with count: addresses that are the same in all steps would take registers, or
-    spills, in all."""
-    return keep(count) - count + number
-
-
-@gluon.jit
-def _wide_queries_kernel(q, k, v, dout, base, delta, dq, spec, walk, tile):
-    """As _wide_keys_kernel; walk: Walk. Grid: (tiles of 128 queries · heads · batch entries,), or more."""
-    dtype: gl.constexpr = q.dtype
-    views = Views(q, k, v, dout, base, delta)
-    shared = Shared(
-        tile_ring(dtype, 2, GROUP_ROWS, tile.D, _GROUPS),
-        tile_ring(dtype, tile.STAGES - 1, GROUP_ROWS, tile.DV, _GROUPS),
-        tile_ring(dtype, _GROUPS, GROUP_ROWS, tile.D, 1),
-        _lines(_GROUPS),
-        tile_ring(dtype, _GROUPS, GROUP_ROWS, tile.DV, 1),
-        _lines(_GROUPS),
-        None,
-    )
-    fence_async_shared()
-    gl.warp_specialize(
-        [
-            (_produce_keys, (views, shared, spec, walk, tile)),
-            (_consume_keys, (views, dq, shared, spec, walk, tile, 0)),
-            (_consume_keys, (views, dq, shared, spec, walk, tile, 1)),
-        ],
-        [4, 4],
-        [tile.REGISTERS, tile.REGISTERS],
-    )
-
-
-wide_queries_kernel = General(_wide_queries_kernel)

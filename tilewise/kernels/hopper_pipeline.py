@@ -12,7 +12,13 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 # Names that changed: with Triton 3.8 those of the copies, with 3.9 that of reinterpret.
 _tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -70,6 +76,13 @@ def tile_ring(
 ):
     data = gl.allocate_shared_memory(dtype, [SLOTS, ROWS, COLUMNS], shared_layout(2))
     return ring_of(data, SLOTS, CONSUMERS)
+
+
+@gluon.jit
+def line_buffer(SLOTS: gl.constexpr, NUMBERS: gl.constexpr):
+    """Lines of float32, one beside each slot of a ring (`load_tile_and_line`)."""
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(0, 32, 1)
+    return gl.allocate_shared_memory(gl.float32, [SLOTS, NUMBERS], LAYOUT)
 
 
 @gluon.jit
@@ -390,6 +403,19 @@ def beside_zeros(pairs, wide):
     both = gl.permute(gl.join(pairs, gl.zeros_like(pairs)), (0, 2, 1))
     both = gl.reshape(both, [pairs.shape[0], 2 * pairs.shape[1]])
     return gl.convert_layout(both, wide.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def add_product(total, pairs, ring, count, GROUP: gl.constexpr, GROUPS: gl.constexpr):
+    """total + pairs · what is in a ring's slot, which is given back; issued in the warpgroup's turn."""
+    operand = unpack(pairs, ring.data.dtype, product_layout(total.shape[1]))
+    await_turn(GROUP)
+    total = warpgroup_mma(operand, slot(ring, count), total, is_async=True)
+    pass_turn(GROUP, GROUPS)
+    total = warpgroup_mma_wait(0, [total])
+    keep(pairs)
+    give_back(ring, count)
+    return total
 
 
 @gluon.jit
