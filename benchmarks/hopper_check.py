@@ -12,7 +12,7 @@ printed. `variants` times other plans than the chosen ones.
 `sanitize` and `sanitize-gradients` have one small case of each kind of kernel, to be run by themselves:
 
     compute-sanitizer --tool racecheck --kernel-name kns=forward_kernel --kernel-name kns=backward_kernel \\
-        --kernel-name kns=wide_ --kernel-name kns=schedule_kernel \\
+        --kernel-name kns=wide_ --kernel-name kns=queries_kernel --kernel-name kns=schedule_kernel \\
         python benchmarks/hopper_check.py --inside sanitize
 """
 
@@ -93,6 +93,13 @@ def any_ranges(make: Maker) -> dict[str, Any]:
     c = make.case
     start = make.integers(-100, c.sk, c.batch, c.sq)
     return {"key_range": (start, start + make.integers(-50, c.sk, c.batch, c.sq))}
+
+
+def repeatable(
+    options: Callable[[Maker], dict[str, Any]] | None,
+) -> Callable[[Maker], dict[str, Any]]:
+    """The same options, and deterministic."""
+    return lambda make: {**(options(make) if options else {}), "deterministic": True}
 
 
 def sanitized_cases() -> Iterator[Case]:
@@ -263,9 +270,37 @@ def gradient_cases() -> Iterator[Case]:
                     layout="packed",
                     lengths=tuple((n, n) for n in lengths),
                 )
+        if d <= 128:
+            yield from deterministic_cases(d)
     wide = ((192, 192), (192, 128), (256, 64), (64, 256), (136, 200))
     for d, dv in ((40, 80), (96, 96), (128, 64), (64, 128), (8, 8), *wide):
         yield dense(f"gradients, D {d}, Dv {dv}", causal, sq=300, head_dim=d, value_dim=dv)
+
+
+def deterministic_cases(d: int) -> Iterator[Case]:
+    few, name = {"head_dim": d, "heads": 12, "kv_heads": 2}, f"gradients, deterministic, D{d}"
+    for kind, options in (
+        ("full", None),
+        ("causal", causal),
+        *((kind, features()[kind]) for kind in ("top-left", "window 100, 20", "window None, 200")),
+        ("window 20, None", lambda make: {"window_size": (20, None)}),
+    ):
+        given = repeatable(options)
+        for sq, sk in ((65, 65), (300, 1100), (1100, 300), (1100, 1100)):
+            yield dense(f"{name}, {kind}, {sq}×{sk}", given, head_dim=d, sq=sq, sk=sk)
+        yield dense(f"{name}, {kind}, 12 heads of 2", given, sq=700, **few)
+        for lengths in ((700, 1, 0, 128, 129, 1100, 64, 63, 0, 2), tuple(range(0, 90, 7)), (0, 5)):
+            yield dense(
+                f"{name}, {kind}, packed {sum(lengths)}",
+                given,
+                head_dim=d,
+                layout="packed",
+                lengths=tuple((n, n) for n in lengths),
+            )
+    for kind in ("softcap", "scale -0.2", *OF_SCORES):
+        yield dense(f"{name}, {kind}", repeatable(features()[kind]), head_dim=d, sq=400, sk=555)
+    for dv in (40, 64, 128):
+        yield dense(f"{name}, Dv {dv}", repeatable(causal), sq=300, head_dim=d, value_dim=dv)
 
 
 def sanitized_gradients() -> Iterator[Case]:
@@ -274,8 +309,10 @@ def sanitized_gradients() -> Iterator[Case]:
     yield dense("gradients, window, D64", features()["window 100, 20"], **small, head_dim=64)
     yield dense("gradients, softcap, Dv 40", features()["softcap"], **small, value_dim=40)
     yield dense("gradients, causal, D256", causal, **small, head_dim=256)
+    yield dense("gradients, deterministic", repeatable(causal), **small)
     lengths = tuple((n, n) for n in (100, 0, 3, 130))
-    yield dense("gradients, packed", causal, **small, layout="packed", lengths=lengths)
+    for name, options in (("packed", causal), ("packed, deterministic", repeatable(causal))):
+        yield dense(f"gradients, {name}", options, **small, layout="packed", lengths=lengths)
 
 
 CASES_OF: dict[str, Callable[[], Iterator[Case]]] = {
@@ -365,7 +402,7 @@ def gradient_call(case: Case, dtype: torch.dtype, device: str = "cpu") -> Call:
     """A case's call; of packed sequences with one tensor of lengths for q and k, which are equal."""
     call = make_call(case, dtype, device)
     # Though poisoned memory is had by asking for the opposite.
-    call.arguments["deterministic"] = False
+    call.arguments.setdefault("deterministic", False)
     if case.layout == "packed":
         call.arguments["cu_seqlens_k"] = call.arguments["cu_seqlens_q"]
     return call
@@ -450,6 +487,7 @@ def odd_checks() -> Iterator[Check]:
     yield Check("gradients, offsets beyond 2³¹", gradients_far)
     yield Check("gradients, launches made again", gradients_again)
     yield Check("gradients, replayed from a CUDA graph", gradients_graphed)
+    yield from repeated_checks()
     yield Check("keys shared by all samples of vmap", mapped)
 
 
@@ -680,7 +718,10 @@ def alike(got: Sequence[Tensor], want: Sequence[Tensor]) -> str:
 
 def by_triton(*tensors: Tensor, **options: Any) -> tuple[Tensor, ...]:
     """The gradients that Triton's kernels continue the same forward pass with."""
-    return gradients_of(*tensors, deterministic=True, **options)
+    *operands, dout = tensors
+    problem = tilewise.api.problem_of(*operands, **options)
+    result = hopper.forward(problem)
+    return hopper.triton.backward(problem, result, dout, None, ())[:3]
 
 
 def gradients_anyhow() -> str:
@@ -773,6 +814,56 @@ def gradients_graphed() -> str:
     return "; ".join(filter(None, wrong))
 
 
+def repeated_checks() -> Iterator[Check]:
+    """Of few programs and of many more than run at a time."""
+    shapes = ((1, 500, 2, 2), (2, 4000, 16, 16), (1, 16001, 4, 1), (9, 1100, 12, 3))
+    several: tuple[dict[str, Any], ...] = ({}, {"causal": True}, {"window_size": (300, 100)})
+    for d, (b, s, h, hkv), options in itertools.product((64, 128), shapes, several):
+        sizes = tuple((b, s, n, d) for n in (h, hkv, hkv, h))
+        name = f"gradients, the same bits, D{d}, {b}×{s}×{h} of {hkv}, {options}"
+        yield Check(name, functools.partial(the_same_bits, sizes, gradients_of, options))
+    for d, options in itertools.product((64, 128), several):
+        lengths = (3000, 1, 0, 129, 700, 5000, 64)
+        sizes = tuple((sum(lengths) + 70, n, d) for n in (8, 2, 2, 8))
+        call = functools.partial(packed_gradients, lengths)
+        name = f"gradients, the same bits, D{d}, packed, {options}"
+        yield Check(name, functools.partial(the_same_bits, sizes, call, options))
+
+
+def packed_gradients(
+    lengths: Sequence[int], *tensors: Tensor, **options: Any
+) -> tuple[Tensor, ...]:
+    *operands, dout = tensors
+    leaves = [t.detach().requires_grad_() for t in operands]
+    cu = cumulative(lengths)
+    out = tilewise.attention_varlen(*leaves, cu, cu, backend="hopper", **options)
+    return torch.autograd.grad(out, leaves, dout)
+
+
+def the_same_bits(
+    sizes: Sequence[Sequence[int]],
+    call: Callable[..., tuple[Tensor, ...]],
+    options: dict[str, Any],
+) -> str:
+    """In 20 runs; in half of them long-running kernels keep some of the multiprocessors, and leave them at
+    any time."""
+    given = [normal(*size) for size in sizes]
+    wanted = call(*given, deterministic=True, **options)
+    q, k = normal(1, 5000, 1, 128), normal(1, 100_000, 1, 128)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    wrong = set()
+    for number in range(20):
+        if number >= 10:
+            with torch.cuda.stream(side):
+                attend(q, k, k)
+        found = call(*given, deterministic=True, **options)
+        pairs = zip("qkv", found, wanted, strict=True)
+        wrong |= {f"d{name} differs" for name, a, b in pairs if same(a, b)}
+    torch.cuda.synchronize()
+    return "; ".join(sorted(wrong))
+
+
 def mapped() -> str:
     """Of which the batch has a stride of 0, once the samples are one batch."""
     q, k, v = normal(7, 1, 300, 4, 128), normal(1, 400, 2, 128), normal(1, 400, 2, 128)
@@ -830,7 +921,9 @@ def gradients_needed(parts: list[str]) -> Iterator[Problem]:
     if "backward" in parts:
         for d, s, flag in backward_cells():
             q = torch.empty(1, s, 2, d, dtype=torch.bfloat16)
-            yield tilewise.api.problem_of(q, q, q, causal=flag)
+            for deterministic in (False, True):
+                given = {"causal": flag, "deterministic": deterministic}
+                yield tilewise.api.problem_of(q, q, q, **given)
 
 
 def what_gradients_take(problem: Problem) -> tuple[Any, ...]:
@@ -846,6 +939,7 @@ def what_gradients_take(problem: Problem) -> tuple[Any, ...]:
         ragged,
         widths,
         problem.band.align,
+        problem.deterministic,
     )
 
 
@@ -965,29 +1059,43 @@ def backward_cells() -> Iterator[tuple[int, int, bool]]:
 
 
 def backward_speed(folder: Path) -> None:
-    """The same of the backward pass; of wide heads the Triton backend's beside it. cuDNN's is called by
+    """The same of the backward pass, ours and FlashAttention-3's also deterministic, and the Triton backend's
+    beside it. cuDNN's is called by
     autograd, eagerly."""
     fa3 = flash_attention_3()
     rows: list[dict[str, Any]] = []
     for d, s, flag in backward_cells():
         b, h = 16384 // s, 2048 // d
         q, k, v, dout = (normal(b, s, h, d) for _ in range(4))
-        problem = tilewise.api.problem_of(q, k, v, causal=flag)
+        problem, repeated = (
+            tilewise.api.problem_of(q, k, v, causal=flag, deterministic=deterministic)
+            for deterministic in (False, True)
+        )
         with watched(f"backward {d} {s} {flag}"):
-            result = hopper.forward(problem)
-            ours = graphed(functools.partial(hopper.backward, problem, result, dout, None))
-            calls = {"tilewise": ours[0], "cudnn": cudnn_backward(q, k, v, dout, flag)}
-            off = math.nan
-            if d > 128:
-                given = (problem, result, dout, None)
-                calls["triton"] = graphed(functools.partial(triton.backward, *given))[0]
+            given = (hopper.forward(problem), dout, None)
+            ours, deterministic = (
+                graphed(functools.partial(hopper.backward, p, *given)) for p in (problem, repeated)
+            )
+            calls = {
+                "tilewise": ours[0],
+                "deterministic": deterministic[0],
+                "triton": graphed(functools.partial(triton.backward, problem, *given))[0],
+                "cudnn": cudnn_backward(q, k, v, dout, flag),
+            }
+            result, off = given[0], math.nan
             if fa3 is not None:
                 theirs = [torch.empty_like(t) for t in (q, k, v)]
                 given = (dout, q, k, v, result.out, result.lse, *theirs)
                 options = {"softmax_scale": d**-0.5, "is_causal": flag}
                 calls["fa3"] = graphed(functools.partial(fa3.bwd, *given, **options))[0]
-                calls["tilewise"]()
-                off = max(map(distance, ours[1][:3], theirs))
+                off = 0.0
+                for replay, found in (ours, deterministic):
+                    replay()
+                    off = max(off, *map(distance, found[:3], theirs))
+                if d < 256:  # it refuses others
+                    options["deterministic"] = True
+                    call = functools.partial(fa3.bwd, *given, **options)
+                    calls["fa3 deterministic"] = graphed(call)[0]
             rate = rates(calls, 2.5 * 4.0 * b * h * s * s * d / (2 if flag else 1))
         rows.append(told(d, s, flag, rate, off))
         (folder / "hopper_backward.json").write_text(json.dumps(rows))
@@ -1025,14 +1133,20 @@ def told(d: int, s: int, flag: bool, rate: dict[str, float], off: float) -> dict
     row |= {
         f"÷ {name}": round(rate["tilewise"] / value, 3)
         for name, value in rate.items()
-        if name != "tilewise"
+        if name != "tilewise" and "deterministic" not in name
+    }
+    row |= {
+        f"deterministic ÷ {name}": round(rate["deterministic"] / rate[name], 3)
+        for name in ("tilewise", "triton", "fa3 deterministic")
+        if "deterministic" in rate and name in rate
     }
     say(f"{row} difference {off:.1e}" + (" WRONG" if off > 5e-3 else ""))
     return row
 
 
 def summarized(rows: list[dict[str, Any]]) -> None:
-    for name in ("÷ fa3", "÷ cudnn"):
+    against = ("tilewise", "triton", "fa3 deterministic")
+    for name in ("÷ fa3", "÷ cudnn", *(f"deterministic ÷ {name}" for name in against)):
         ratios = [row[name] for row in rows if name in row]
         if ratios:
             mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
