@@ -1123,7 +1123,9 @@ def rates(calls: dict[str, Callable[[], object]], flops: float) -> dict[str, flo
 
 
 def distance(a: Tensor, b: Tensor) -> float:
-    return float((a.float() - b.float()).norm() / b.float().norm())
+    """Of a from b, relative; infinite where a number is none."""
+    off = float((a.float() - b.float()).norm() / b.float().norm())
+    return math.inf if math.isnan(off) else off
 
 
 def told(d: int, s: int, flag: bool, rate: dict[str, float], off: float) -> dict[str, Any]:
