@@ -51,9 +51,9 @@ from tilewise.tuning import timing
 from tilewise.tuning.search import poisoned
 from tilewise.tuning.workers import start_worker
 
-CHECKS = ("plain", "features", "shapes", "packed", "gradients", "probes", "odd")
+CHECKS = ("plain", "features", "shapes", "packed", "gradients", "deterministic", "probes", "odd")
 SANITIZED = ("sanitize", "sanitize-gradients")
-OF_GRADIENTS = ("gradients", "sanitize-gradients")
+OF_GRADIENTS = ("gradients", "deterministic", "sanitize-gradients")
 # Of the checks together, and of what is timed.
 MOST_SECONDS = 600.0
 # A case of `sanitize` may run in compute-sanitizer.
@@ -270,15 +270,21 @@ def gradient_cases() -> Iterator[Case]:
                     layout="packed",
                     lengths=tuple((n, n) for n in lengths),
                 )
-        if d <= 128:
-            yield from deterministic_cases(d)
     wide = ((192, 192), (192, 128), (256, 64), (64, 256), (136, 200))
     for d, dv in ((40, 80), (96, 96), (128, 64), (64, 128), (8, 8), *wide):
         yield dense(f"gradients, D {d}, Dv {dv}", causal, sq=300, head_dim=d, value_dim=dv)
 
 
-def deterministic_cases(d: int) -> Iterator[Case]:
+def deterministic_cases() -> Iterator[Case]:
+    """What has kernels of its own for that."""
+    for d in (128, 64):
+        yield from deterministic_cases_of(d)
+
+
+def deterministic_cases_of(d: int) -> Iterator[Case]:
     few, name = {"head_dim": d, "heads": 12, "kv_heads": 2}, f"gradients, deterministic, D{d}"
+    for options, mask in ((None, "full"), (causal, "causal")):
+        yield dense(f"{name}, {mask}, 512", repeatable(options), head_dim=d)
     for kind, options in (
         ("full", None),
         ("causal", causal),
@@ -322,6 +328,7 @@ CASES_OF: dict[str, Callable[[], Iterator[Case]]] = {
     "features": feature_cases,
     "shapes": shape_cases,
     "gradients": gradient_cases,
+    "deterministic": deterministic_cases,
     "sanitize-gradients": sanitized_gradients,
 }
 
@@ -344,6 +351,9 @@ def checks(part: str) -> Iterator[Check]:
             judge = gradients_judged if part in OF_GRADIENTS else case_judged
             patience = SANITIZED_PATIENCE if part in SANITIZED else PATIENCE
             yield Check(f"{case}, {short(dtype)}", functools.partial(judge, case, dtype), patience)
+    if part == "deterministic":
+        for cell in repeated_cells():
+            yield Check(f"the same bits, {cell.name}", functools.partial(the_same_bits, cell))
 
 
 # ------------------------------------------------------------------ judging
@@ -487,7 +497,6 @@ def odd_checks() -> Iterator[Check]:
     yield Check("gradients, offsets beyond 2³¹", gradients_far)
     yield Check("gradients, launches made again", gradients_again)
     yield Check("gradients, replayed from a CUDA graph", gradients_graphed)
-    yield from repeated_checks()
     yield Check("keys shared by all samples of vmap", mapped)
 
 
@@ -721,7 +730,7 @@ def by_triton(*tensors: Tensor, **options: Any) -> tuple[Tensor, ...]:
     *operands, dout = tensors
     problem = tilewise.api.problem_of(*operands, **options)
     result = hopper.forward(problem)
-    return hopper.triton.backward(problem, result, dout, None, ())[:3]
+    return triton.backward(problem, result, dout, None, ())[:3]
 
 
 def gradients_anyhow() -> str:
@@ -814,41 +823,38 @@ def gradients_graphed() -> str:
     return "; ".join(filter(None, wrong))
 
 
-def repeated_checks() -> Iterator[Check]:
-    """Of few programs and of many more than run at a time."""
-    shapes = ((1, 500, 2, 2), (2, 4000, 16, 16), (1, 16001, 4, 1), (9, 1100, 12, 3))
-    several: tuple[dict[str, Any], ...] = ({}, {"causal": True}, {"window_size": (300, 100)})
-    for d, (b, s, h, hkv), options in itertools.product((64, 128), shapes, several):
-        sizes = tuple((b, s, n, d) for n in (h, hkv, hkv, h))
-        name = f"gradients, the same bits, D{d}, {b}×{s}×{h} of {hkv}, {options}"
-        yield Check(name, functools.partial(the_same_bits, sizes, gradients_of, options))
-    for d, options in itertools.product((64, 128), several):
-        lengths = (3000, 1, 0, 129, 700, 5000, 64)
-        sizes = tuple((sum(lengths) + 70, n, d) for n in (8, 2, 2, 8))
-        call = functools.partial(packed_gradients, lengths)
-        name = f"gradients, the same bits, D{d}, packed, {options}"
-        yield Check(name, functools.partial(the_same_bits, sizes, call, options))
+def repeated_cells() -> Iterator[Cell]:
+    """Of fewer tiles than there are multiprocessors, and of many more."""
+    masks: dict[str, dict[str, Any]] = {
+        "full": {},
+        "causal": {"causal": True},
+        "window": {"window_size": (300, 100)},
+    }
+    shapes = ((1, 500, 2, 2), (2, 4096, 16, 16), (1, 16001, 4, 1), (9, 1100, 12, 3))
+    lengths = (3000, 1, 0, 129, 700, 5000, 64)
+    for d, (mask, given) in itertools.product((64, 128, 256), masks.items()):
+        options = {**given, "deterministic": True}
+        for b, s, h, hkv in shapes:
+            name = f"D{d}, {mask}, {b}×{s}×{h} of {hkv}"
+            yield Cell(name, d, s, h, hkv, options, tokens=b * s)
+        yield Cell(f"D{d}, {mask}, packed", d, 0, 8, 2, options, lengths=lengths)
 
 
-def packed_gradients(
-    lengths: Sequence[int], *tensors: Tensor, **options: Any
-) -> tuple[Tensor, ...]:
-    *operands, dout = tensors
-    leaves = [t.detach().requires_grad_() for t in operands]
-    cu = cumulative(lengths)
-    out = tilewise.attention_varlen(*leaves, cu, cu, backend="hopper", **options)
-    return torch.autograd.grad(out, leaves, dout)
+def the_same_bits(cell: Cell) -> str:
+    """Of gradients in 20 reruns; in half of them long-running kernels keep some of the multiprocessors, and
+    leave them at any time."""
+    arguments = cell.arguments("cuda")
+    if hopper._backward_unsupported(tilewise.api.problem_of(**arguments)):
+        return "left to the Triton backend"
+    function = tilewise.attention_varlen if cell.lengths else tilewise.attention
+    leaves = [arguments.pop(name).requires_grad_() for name in "qkv"]
+    dout = torch.randn_like(leaves[0])
 
+    def gradients() -> tuple[Tensor, ...]:
+        out = function(*leaves, **arguments, backend="hopper")
+        return torch.autograd.grad(out, leaves, dout)
 
-def the_same_bits(
-    sizes: Sequence[Sequence[int]],
-    call: Callable[..., tuple[Tensor, ...]],
-    options: dict[str, Any],
-) -> str:
-    """In 20 runs; in half of them long-running kernels keep some of the multiprocessors, and leave them at
-    any time."""
-    given = [normal(*size) for size in sizes]
-    wanted = call(*given, deterministic=True, **options)
+    wanted = gradients()
     q, k = normal(1, 5000, 1, 128), normal(1, 100_000, 1, 128)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -857,8 +863,7 @@ def the_same_bits(
         if number >= 10:
             with torch.cuda.stream(side):
                 attend(q, k, k)
-        found = call(*given, deterministic=True, **options)
-        pairs = zip("qkv", found, wanted, strict=True)
+        pairs = zip("qkv", gradients(), wanted, strict=True)
         wrong |= {f"d{name} differs" for name, a, b in pairs if same(a, b)}
     torch.cuda.synchronize()
     return "; ".join(sorted(wrong))
@@ -918,6 +923,9 @@ def gradients_needed(parts: list[str]) -> Iterator[Problem]:
     for part in set(OF_GRADIENTS) & set(parts):
         for case, dtype in served_cases(part):
             yield gradient_call(case, dtype).problem()
+    if "deterministic" in parts:
+        for cell in repeated_cells():
+            yield tilewise.api.problem_of(**cell.arguments("cpu"))
     if "backward" in parts:
         for d, s, flag in backward_cells():
             q = torch.empty(1, s, 2, d, dtype=torch.bfloat16)
@@ -939,7 +947,7 @@ def what_gradients_take(problem: Problem) -> tuple[Any, ...]:
         ragged,
         widths,
         problem.band.align,
-        problem.deterministic,
+        plan.wide or problem.deterministic,
     )
 
 
@@ -1059,43 +1067,41 @@ def backward_cells() -> Iterator[tuple[int, int, bool]]:
 
 
 def backward_speed(folder: Path) -> None:
-    """The same of the backward pass, ours and FlashAttention-3's also deterministic, and the Triton backend's
-    beside it. cuDNN's is called by
-    autograd, eagerly."""
+    """The same of the backward pass, beside the Triton backend's and FlashAttention-3's; of the deterministic
+    form, too, where it is another. cuDNN's is called by autograd, eagerly."""
     fa3 = flash_attention_3()
     rows: list[dict[str, Any]] = []
     for d, s, flag in backward_cells():
         b, h = 16384 // s, 2048 // d
         q, k, v, dout = (normal(b, s, h, d) for _ in range(4))
-        problem, repeated = (
-            tilewise.api.problem_of(q, k, v, causal=flag, deterministic=deterministic)
-            for deterministic in (False, True)
-        )
+        problem = tilewise.api.problem_of(q, k, v, causal=flag)
+        forms = {"tilewise": problem}
+        if not hopper._backward_plan(problem).wide:
+            forms["deterministic"] = problem._replace(deterministic=True)
         with watched(f"backward {d} {s} {flag}"):
-            given = (hopper.forward(problem), dout, None)
-            ours, deterministic = (
-                graphed(functools.partial(hopper.backward, p, *given)) for p in (problem, repeated)
-            )
-            calls = {
-                "tilewise": ours[0],
-                "deterministic": deterministic[0],
-                "triton": graphed(functools.partial(triton.backward, problem, *given))[0],
-                "cudnn": cudnn_backward(q, k, v, dout, flag),
+            result, off = hopper.forward(problem), math.nan
+            given = (result, dout, None)
+            graphs = {
+                name: graphed(functools.partial(hopper.backward, form, *given))
+                for name, form in forms.items()
             }
-            result, off = given[0], math.nan
+            graphs["triton"] = graphed(functools.partial(triton.backward, problem, *given))
             if fa3 is not None:
                 theirs = [torch.empty_like(t) for t in (q, k, v)]
-                given = (dout, q, k, v, result.out, result.lse, *theirs)
+                operands = (dout, q, k, v, result.out, result.lse, *theirs)
                 options = {"softmax_scale": d**-0.5, "is_causal": flag}
-                calls["fa3"] = graphed(functools.partial(fa3.bwd, *given, **options))[0]
+                call = functools.partial(fa3.bwd, *operands, **options)
+                graphs["fa3"] = graphed(call)
                 off = 0.0
-                for replay, found in (ours, deterministic):
+                for replay, found in (graphs[name] for name in forms):
                     replay()
                     off = max(off, *map(distance, found[:3], theirs))
-                if d < 256:  # it refuses others
-                    options["deterministic"] = True
-                    call = functools.partial(fa3.bwd, *given, **options)
-                    calls["fa3 deterministic"] = graphed(call)[0]
+                if "deterministic" in forms:  # it refuses D = 256
+                    again = functools.partial(call, deterministic=True)
+                    graphs["fa3 deterministic"] = graphed(again)
+            calls: dict[str, Callable[[], object]]
+            calls = {name: replay for name, (replay, _) in graphs.items()}
+            calls["cudnn"] = cudnn_backward(q, k, v, dout, flag)
             rate = rates(calls, 2.5 * 4.0 * b * h * s * s * d / (2 if flag else 1))
         rows.append(told(d, s, flag, rate, off))
         (folder / "hopper_backward.json").write_text(json.dumps(rows))
@@ -1166,7 +1172,7 @@ class Cell(NamedTuple):
     heads: int
     kv_heads: int
     options: dict[str, Any]
-    pairs: float  # of query and key that are seen, per head
+    pairs: float = math.nan  # of query and key that are seen, per head; of what is timed
     lengths: tuple[int, ...] = ()
     rows: int = 0  # queries, if not as many as keys
     tokens: int = 16384
