@@ -511,7 +511,9 @@ def _backward_plan(problem: Problem) -> _BackwardPlan:
     # Two of each leave too little time to load, where the L2 cache is busy with sums of dq.
     stages = 3 if d + dv <= _WIDE + LARGEST_HEAD_DIM else 2
     keys = _GROUP_ROWS if max(d, dv) > _WIDE else 2 * _GROUP_ROWS
-    return _BackwardPlan(keys, _GROUP_ROWS, d, dv, stages, d == dv == 64)
+    # Deterministic kernels did hold them, and ptxas 12.8 had dS overwrite them in a loop.
+    held = d == dv == 64 and not problem.deterministic
+    return _BackwardPlan(keys, _GROUP_ROWS, d, dv, stages, held)
 
 
 def _seen_part(problem: Problem) -> tuple[slice, slice, Any, int]:
