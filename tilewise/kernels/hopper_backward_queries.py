@@ -24,8 +24,10 @@ from tilewise.kernels.general import General
 from tilewise.kernels.hopper_pipeline import (
     GROUP_ROWS,
     Part,
+    Ring,
     add_product,
     await_turn,
+    barriers,
     close_turns,
     computed,
     give_back,
@@ -40,6 +42,7 @@ from tilewise.kernels.hopper_pipeline import (
     slot,
     split_columns,
     store_tile,
+    tile_buffer,
     tile_ring,
     wait_empty,
     wait_full,
@@ -233,9 +236,9 @@ def _queries_kernel(q, k, v, dout, base, delta, dq, spec, walk, tile):
     shared = Shared(
         tile_ring(dtype, tile.STAGES, tile.BLOCK_K, tile.D, _GROUPS),
         tile_ring(dtype, tile.STAGES - 1, tile.BLOCK_K, tile.DV, _GROUPS),
-        tile_ring(dtype, _GROUPS, GROUP_ROWS, tile.D, 1),
+        Ring(tile_buffer(dtype, _GROUPS, GROUP_ROWS, tile.D), barriers(_GROUPS, 1), None),
         line_buffer(_GROUPS, GROUP_ROWS),
-        tile_ring(dtype, _GROUPS, GROUP_ROWS, tile.DV, 1),
+        Ring(tile_buffer(dtype, _GROUPS, GROUP_ROWS, tile.DV), barriers(_GROUPS, 1), None),
         line_buffer(_GROUPS, GROUP_ROWS),
     )
     fence_async_shared()

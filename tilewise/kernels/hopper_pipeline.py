@@ -47,7 +47,9 @@ def shared_layout(rank):
 
 
 class Ring(NamedTuple):
-    """`data` [slots, …]; for each slot, barriers that say that it is full, or empty."""
+    """`data` [slots, …]; for each slot, barriers that say that it is full, or empty. Slots that are filled once
+    have no `empty`: Triton gives the memory of a barrier on which no one waits to others, and what its
+    initialisation leaves there may come after what is loaded."""
 
     data: Any
     full: Any
@@ -58,12 +60,15 @@ class Ring(NamedTuple):
 def ring_of(data, SLOTS: gl.constexpr, CONSUMERS: gl.constexpr, PRODUCERS: gl.constexpr = 1):
     """A ring, empty; each of so many consumers has to give a slot back, each of so many producers fills a
     share of it."""
-    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    return Ring(data, barriers(SLOTS, PRODUCERS), barriers(SLOTS, CONSUMERS))
+
+
+@gluon.jit
+def barriers(SLOTS: gl.constexpr, COUNT: gl.constexpr):
+    barriers = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(SLOTS):
-        mbarrier.init(full.index(i), count=PRODUCERS)
-        mbarrier.init(empty.index(i), count=CONSUMERS)
-    return Ring(data, full, empty)
+        mbarrier.init(barriers.index(i), count=COUNT)
+    return barriers
 
 
 @gluon.jit
@@ -74,8 +79,14 @@ def tile_ring(
     COLUMNS: gl.constexpr,
     CONSUMERS: gl.constexpr,
 ):
-    data = gl.allocate_shared_memory(dtype, [SLOTS, ROWS, COLUMNS], shared_layout(2))
-    return ring_of(data, SLOTS, CONSUMERS)
+    return ring_of(tile_buffer(dtype, SLOTS, ROWS, COLUMNS), SLOTS, CONSUMERS)
+
+
+@gluon.jit
+def tile_buffer(
+    dtype: gl.constexpr, SLOTS: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr
+):
+    return gl.allocate_shared_memory(dtype, [SLOTS, ROWS, COLUMNS], shared_layout(2))
 
 
 @gluon.jit
