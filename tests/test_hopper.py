@@ -1,13 +1,18 @@
 """The Hopper backend without a GPU: its reasons, its plans, the walk of its tiles, what it compiles to."""
 
+import itertools
 import os
+import re
 import struct
 import subprocess
 import sys
+import tempfile
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
 import torch
+import triton
 
 import tilewise
 from tilewise import dispatch
@@ -414,11 +419,82 @@ def test_compiles(shape, options, registers, spilled):
     assert found.shared <= hopper._plan(problem).shared_bytes
 
 
+def sass(kernel) -> list[str]:
+    """The instructions of a compiled kernel, and labels."""
+    with tempfile.TemporaryDirectory() as folder:
+        binary = Path(folder) / "cubin"
+        binary.write_bytes(kernel.asm["cubin"])
+        command = [triton.knobs.nvidia.nvdisasm.path, "-c", str(binary)]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return [line.strip() for line in re.sub(r"/\*.*?\*/", "", text).splitlines() if line.strip()]
+
+
+def overwritten(lines: list[str]) -> list[str]:
+    """What writes registers that tiles were loaded to, while products still read them as a first operand."""
+    plain = [re.sub(r"^@!?U?P\d+ +", "", line) for line in lines]
+    labels = {line[:-1]: n for n, line in enumerate(plain) if re.fullmatch(r"\.L\w+:", line)}
+    loads, products = defaultdict(list), defaultdict(list)
+    for n, line in enumerate(plain):
+        if found := re.match(r"LDSM\S* R(\d+),", line):
+            loads[int(found[1])].append(n)
+        elif found := re.match(r"HGMMA\S* R\d+, R(\d+),", line):
+            products[int(found[1])].append(n)
+    wrong = []
+    for register, begins in loads.items():
+        for begin, end in zip(begins, [*begins[1:], len(plain)], strict=True):
+            last = max((n for n in products[register] if begin < n < end), default=begin)
+            # A loop around the last product goes on reading.
+            for n in range(last, end):
+                found = re.search(r"BRA `\((\.L\w+)\)", plain[n])
+                if found and begin < labels[found[1]] <= last:
+                    last = n
+            for line in plain[begin + 1 : last]:
+                found = re.match(r"(F|I|MUFU|MOV|LDS|LOP|SHF|SEL|CS2R|VIADD|PRMT)\S* R(\d+),", line)
+                if found and register <= int(found[2]) < register + 4:
+                    wrong.append(line)
+    return wrong
+
+
+def test_overwritten_registers_are_found():
+    loop = [
+        "LDSM.16.M88.4 R180, [R3+UR8+0xc000] ;",
+        ".L_x_9:",
+        "HGMMA.64x64x16.F32.BF16 R24, R180, gdesc[UR16], RZ, !UPT ;",
+        "FFMA R20, R33, UR20, -R23 ;",
+        "@!P4 BRA `(.L_x_9) ;",
+        "F2FP.BF16.F32.PACK_AB R181, R1, R2 ;",
+    ]
+    assert overwritten(loop) == []
+    assert overwritten([*loop[:3], loop[-1], *loop[3:5]]) == [loop[-1]]
+    assert overwritten([*loop[:2], "@P1 MOV R183, R1 ;", *loop[2:]]) == ["MOV R183, R1 ;"]
+
+
+@pytest.mark.parametrize("d", [64, 128, 192, 256])
+@pytest.mark.parametrize("options", [{"causal": True}, {"deterministic": True}, PACKED])
+def test_barriers_have_memory_of_their_own(d, options):
+    """Triton gives that of a barrier on which no one waits to tiles, and on a GPU that other processes use,
+    too, what its initialisation left there came after what was loaded."""
+    q, k, v = tensors(b=4, sq=300, d=d)
+    if "cu_seqlens_q" in options:
+        q, k, v = q[0], k[0], v[0]
+    problem = problem_of(q, k, v, **options)
+    target = compiling.cuda_target(90)
+    kernels = compiling.compile_problem(problem, target, backend="hopper", wanted=())
+    gaps = []
+    for kernel in kernels:
+        found = re.findall(r"SYNCS\.EXCH\.64 URZ, \[UR\d+\+(0x\w+)\]", "\n".join(sass(kernel)))
+        places = sorted(int(place, 16) for place in found)
+        gaps += [b - a for a, b in itertools.pairwise(places)]
+    # One after the other, they lie beside the tiles.
+    assert gaps
+    assert set(gaps) <= {8, 16}
+
+
 @pytest.mark.parametrize(
     ("shape", "options", "spilled"),
     [
-        ({"sq": 512, "sk": 512}, {}, 16),
-        ({"sq": 512, "sk": 512}, {"causal": True}, 80),
+        ({"sq": 512, "sk": 512}, {}, 24),
+        ({"sq": 512, "sk": 512}, {"causal": True}, 96),
         ({"sq": 500, "sk": 700, "dtype": torch.float16}, {"causal": True}, 160),
         ({"sq": 512, "sk": 512, "d": 64}, {}, 0),
         ({"sq": 200, "sk": 300, "d": 64}, {"causal": True, "window_size": (100, None)}, 0),
@@ -439,6 +515,7 @@ def test_the_backward_pass_compiles(shape, options, spilled):
     assert not hopper._backward_unsupported(problem, ())
     target = compiling.cuda_target(90)
     *_, kernel, rows = compiling.compile_problem(problem, target, backend="hopper", wanted=())
+    assert overwritten(sass(kernel)) == []
     found = compiling.report(kernel, target)
     assert (found.registers, found.notes) == (168, ())
     assert found.spilled <= spilled
