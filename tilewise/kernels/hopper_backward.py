@@ -152,8 +152,11 @@ def _produce(views, shared, spec, walk, tile):
 def _consume(views, shared, dq, spec, walk, tile, GROUP: gl.constexpr):
     BANDED: gl.constexpr = (spec.band.left is not None) or (spec.band.right is not None)
     EDGE: gl.constexpr = BANDED or tile.RAGGED
+    # Where there is a left end of the band, whose tiles have few blocks that are not an edge, all are taken for
+    # edges: with a loop for each end the instructions would not fit their cache.
+    ALL_EDGE: gl.constexpr = spec.band.left is not None
     # Whether the last blocks of queries may be an edge.
-    TAIL: gl.constexpr = (spec.band.left is not None) or (spec.packed is not None)
+    TAIL: gl.constexpr = ALL_EDGE or (spec.packed is not None)
     work = _work(spec, walk, tile)
     at = work.at
     LAYOUT: gl.constexpr = gl.SliceLayout(1, product_layout(tile.BLOCK_Q))
@@ -168,6 +171,7 @@ def _consume(views, shared, dq, spec, walk, tile, GROUP: gl.constexpr):
         own_k = load_pairs(slot(shared.k, 0), GROUP)
         own_v = load_pairs(slot(shared.v, 0), GROUP)
     full_first = work.full_first if EDGE else work.first
+    full_last = work.first if ALL_EDGE else work.full_last
     open_turns(GROUP, _GROUPS)
     if GROUP == 1:
         # Its products of a step come after the first ones of the other's next step.
@@ -188,20 +192,21 @@ def _consume(views, shared, dq, spec, walk, tile, GROUP: gl.constexpr):
         count = 1
     for _ in range(spec.sizes.groups):
         if TAIL:
-            for block in range(i, work.full_last - 1, -tile.BLOCK_Q):
+            for block in range(i, full_last - 1, -tile.BLOCK_Q):
                 dk, dv, before = _step(
                     dk, dv, before, own_k, own_v, shared, count, block, first_tile, keys, at, head, dq,
                     spec, tile, GROUP, True, False,
                 )  # fmt: skip
                 count += 1
-            i = gl.minimum(i, work.full_last - tile.BLOCK_Q)
-        for block in range(i, full_first - 1, -tile.BLOCK_Q):
-            dk, dv, before = _step(
-                dk, dv, before, own_k, own_v, shared, count, block, first_tile, keys, at, head, dq,
-                spec, tile, GROUP, False, False,
-            )  # fmt: skip
-            count += 1
-        if EDGE:
+            i = gl.minimum(i, full_last - tile.BLOCK_Q)
+        if not ALL_EDGE:
+            for block in range(i, full_first - 1, -tile.BLOCK_Q):
+                dk, dv, before = _step(
+                    dk, dv, before, own_k, own_v, shared, count, block, first_tile, keys, at, head, dq,
+                    spec, tile, GROUP, False, False,
+                )  # fmt: skip
+                count += 1
+        if EDGE and not ALL_EDGE:
             i = gl.minimum(i, full_first - tile.BLOCK_Q)
             for block in range(i, work.first - 1, -tile.BLOCK_Q):
                 dk, dv, before = _step(
