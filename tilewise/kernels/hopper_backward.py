@@ -152,11 +152,11 @@ def _produce(views, shared, spec, walk, tile):
 def _consume(views, shared, dq, spec, walk, tile, GROUP: gl.constexpr):
     BANDED: gl.constexpr = (spec.band.left is not None) or (spec.band.right is not None)
     EDGE: gl.constexpr = BANDED or tile.RAGGED
-    # Where there is a left end of the band, whose tiles have few blocks that are not an edge, all are taken for
-    # edges: with a loop for each end the instructions would not fit their cache.
-    ALL_EDGE: gl.constexpr = spec.band.left is not None
+    # Whether all blocks are taken for edges: with a loop for each end of a band, beside that of the others,
+    # the instructions would not fit their cache. Those of D = 64 do.
+    ALL_EDGE: gl.constexpr = (spec.band.left is not None) and tile.D > 64
     # Whether the last blocks of queries may be an edge.
-    TAIL: gl.constexpr = ALL_EDGE or (spec.packed is not None)
+    TAIL: gl.constexpr = (spec.band.left is not None) or (spec.packed is not None)
     work = _work(spec, walk, tile)
     at = work.at
     LAYOUT: gl.constexpr = gl.SliceLayout(1, product_layout(tile.BLOCK_Q))
