@@ -927,11 +927,9 @@ def gradients_needed(parts: list[str]) -> Iterator[Problem]:
         for cell in repeated_cells():
             yield tilewise.api.problem_of(**cell.arguments("cpu"))
     if "backward" in parts:
-        for d, s, flag in backward_cells():
-            q = torch.empty(1, s, 2, d, dtype=torch.bfloat16)
-            for deterministic in (False, True):
-                given = {"causal": flag, "deterministic": deterministic}
-                yield tilewise.api.problem_of(q, q, q, **given)
+        for cell in backward_cells():
+            problem = tilewise.api.problem_of(**cell.arguments("cpu"))
+            yield from (problem, problem._replace(deterministic=True))
 
 
 def what_gradients_take(problem: Problem) -> tuple[Any, ...]:
@@ -1055,30 +1053,42 @@ def speed(folder: Path) -> None:
             rate = rates({name: replay for name, (replay, _) in graphs.items()}, flops)
         peer = graphs["fa3" if "fa3" in graphs else "cudnn"][1]
         peer = peer if "fa3" in graphs else peer.transpose(1, 2)
-        rows.append(told(d, s, flag, rate, distance(graphs["tilewise"][1], peer)))
+        mask = "causal" if flag else "full"
+        rows.append(told(d, s, mask, rate, distance(graphs["tilewise"][1], peer)))
         (folder / "hopper_speed.json").write_text(json.dumps(rows))
     summarized(rows)
 
 
-def backward_cells() -> Iterator[tuple[int, int, bool]]:
+def backward_cells() -> Iterator[Cell]:
     lengths = {128: (512, 1024, 4096, 16384), 64: (1024, 4096, 16384), 256: (1024, 4096, 16384)}
     for d, of_d in lengths.items():
-        yield from itertools.product((d,), of_d, (False, True))
+        heads = (2048 // d, 2048 // d)
+        for s in of_d:
+            yield Cell("full", d, s, *heads, {}, s * s)
+            yield Cell("causal", d, s, *heads, {"causal": True}, s * s / 2)
+    window = {"causal": True, "window_size": (1023, None)}
+    for d in (128, 64):
+        pairs = 16384 * 1024 - 1024 * 1023 / 2
+        yield Cell("window 1024", d, 16384, 2048 // d, 2048 // d, window, pairs)
+    pairs = sum(n * n for n in PACKED_LENGTHS)
+    yield Cell("packed full", 128, 0, 16, 16, {}, pairs, PACKED_LENGTHS)
+    yield Cell("packed causal", 128, 0, 16, 16, {"causal": True}, pairs / 2, PACKED_LENGTHS)
 
 
 def backward_speed(folder: Path) -> None:
     """The same of the backward pass, beside the Triton backend's and FlashAttention-3's; of the deterministic
-    form, too, where it is another. cuDNN's is called by autograd, eagerly."""
+    form, too, where it is another. cuDNN's, of plain masks, is called by autograd, eagerly."""
     fa3 = flash_attention_3()
     rows: list[dict[str, Any]] = []
-    for d, s, flag in backward_cells():
-        b, h = 16384 // s, 2048 // d
-        q, k, v, dout = (normal(b, s, h, d) for _ in range(4))
-        problem = tilewise.api.problem_of(q, k, v, causal=flag)
+    for cell in backward_cells():
+        arguments = cell.arguments("cuda")
+        q, k, v = (arguments[name] for name in "qkv")
+        dout = torch.randn_like(q)
+        problem = tilewise.api.problem_of(**arguments)
         forms = {"tilewise": problem}
         if not hopper._backward_plan(problem).wide:
             forms["deterministic"] = problem._replace(deterministic=True)
-        with watched(f"backward {d} {s} {flag}"):
+        with watched(f"backward {cell.d} {cell.s} {cell.name}"):
             result, off = hopper.forward(problem), math.nan
             given = (result, dout, None)
             graphs = {
@@ -1089,7 +1099,9 @@ def backward_speed(folder: Path) -> None:
             if fa3 is not None:
                 theirs = [torch.empty_like(t) for t in (q, k, v)]
                 operands = (dout, q, k, v, result.out, result.lse, *theirs)
-                options = {"softmax_scale": d**-0.5, "is_causal": flag}
+                options = cell.fa3_options()
+                del options["num_splits"]
+                options |= {name: arguments[name] for name in arguments if "seqlen" in name}
                 call = functools.partial(fa3.bwd, *operands, **options)
                 graphs["fa3"] = graphed(call)
                 off = 0.0
@@ -1101,11 +1113,12 @@ def backward_speed(folder: Path) -> None:
                     graphs["fa3 deterministic"] = graphed(again)
             calls: dict[str, Callable[[], object]]
             calls = {name: replay for name, (replay, _) in graphs.items()}
-            calls["cudnn"] = cudnn_backward(q, k, v, dout, flag)
-            rate = rates(calls, 2.5 * 4.0 * b * h * s * s * d / (2 if flag else 1))
-        rows.append(told(d, s, flag, rate, off))
+            if cell.name in ("full", "causal"):
+                calls["cudnn"] = cudnn_backward(q, k, v, dout, cell.name == "causal")
+            rate = rates(calls, 2.5 * cell.flops)
+        rows.append(told(cell.d, cell.s, cell.name, rate, off))
         (folder / "hopper_backward.json").write_text(json.dumps(rows))
-    summarized(rows)
+    summarized([row for row in rows if row["mask"] in ("full", "causal")])
 
 
 def cudnn_backward(
@@ -1134,9 +1147,9 @@ def distance(a: Tensor, b: Tensor) -> float:
     return math.inf if math.isnan(off) else off
 
 
-def told(d: int, s: int, flag: bool, rate: dict[str, float], off: float) -> dict[str, Any]:
+def told(d: int, s: int, mask: str, rate: dict[str, float], off: float) -> dict[str, Any]:
     """A row of speeds and ratios, which is printed. `off`: the distance to a peer's result."""
-    row: dict[str, Any] = {"D": d, "S": s, "mask": "causal" if flag else "full"}
+    row: dict[str, Any] = {"D": d, "S": s, "mask": mask}
     row |= {name: round(value) for name, value in rate.items()}
     row |= {
         f"÷ {name}": round(rate["tilewise"] / value, 3)
