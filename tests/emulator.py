@@ -19,7 +19,7 @@ import itertools
 import random
 import threading
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -358,11 +358,18 @@ def mma_wait(pending: int, wanted: list[Product]) -> Tensor:
 
 
 class _Pointer:
-    def __init__(self, t: Tensor, at: int = 0) -> None:
+    """To a number of a tensor's, or `at` many."""
+
+    def __init__(self, t: Tensor, at: int | Tensor = 0) -> None:
         self.t, self.at = t, at
 
     def __add__(self, offset: Any) -> _Pointer:
-        return _Pointer(self.t, self.at + int(offset))
+        return _Pointer(self.t, self.at + (offset if isinstance(offset, Tensor) else int(offset)))
+
+    def store(self, numbers: Tensor, mask: Tensor) -> None:
+        """Of one that is packed."""
+        assert isinstance(self.at, Tensor)
+        self.t.view(-1)[self.at[mask]] = numbers[mask].to(self.t.dtype)
 
     def load(self, mask: bool = True, other: int = 0) -> Any:
         """A number; of floats, a tensor without dimensions."""
@@ -455,6 +462,9 @@ def language(program: Callable[[], Program]) -> Any:
         abs=torch.abs,
         cast=lambda x, dtype: Number(x).to(dtype),
         load=lambda pointer, mask=True, other=0: pointer.load(mask, other),
+        store=lambda pointer, numbers, mask: pointer.store(numbers, mask),
+        sum=lambda x, axis: x.sum(axis),
+        exp2=torch.exp2,
         convert_layout=lambda x, layout, assert_trivial=False: x,
         allocate_shared_memory=allocate,
         static_range=range,
@@ -515,6 +525,7 @@ def _globals(program: Callable[[], Program]) -> dict[str, Any]:
         "split_columns": split_columns,
         "pack": lambda p, dtype: p,
         "unpack": lambda pairs, dtype, layout: pairs,
+        "partial_row_sums": lambda p: p.sum(1, keepdim=True),
         "load_pairs": lambda buffer, group: buffer.slice(64 * group, 64).load(None),
         "keep": lambda x: x,
         "computed": lambda x: x,
@@ -531,12 +542,13 @@ def backward(
     dout: Tensor,
     dlse: Tensor | None,
     seed: int = 0,
+    wanted: Collection[str] = (),
     **instead: Callable[..., Any],
 ) -> Gradients:
     """hopper.backward, its kernels emulated. `seed` of what is left to chance; `instead` of functions that
     the kernel calls by these names."""
     with emulating(seed, **instead):
-        return hopper.backward(problem, result, dout, dlse, wanted=())
+        return hopper.backward(problem, result, dout, dlse, wanted)
 
 
 @contextlib.contextmanager

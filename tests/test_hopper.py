@@ -17,7 +17,7 @@ import triton
 import tilewise
 from tilewise import dispatch
 from tilewise.arguments import problem_of
-from tilewise.backends import hopper
+from tilewise.backends import hidden, hopper
 from tilewise.tuning import compiling
 
 BF16 = torch.bfloat16
@@ -184,11 +184,6 @@ def test_explained_where_there_is_no_such_gpu():
         ({"dv": 252}, {}, "the head dim of v must be a multiple of 8, got 252"),
         (
             {},
-            {"sinks": torch.ones(4, requires_grad=True)},
-            "sinks: their own gradient is not served",
-        ),
-        (
-            {},
             {"alibi_slopes": torch.ones(4, requires_grad=True)},
             "alibi_slopes: their own gradient is not served",
         ),
@@ -206,14 +201,22 @@ def test_gradients_left_to_triton(shape, options, reason):
     assert hopper.config(problem)["gradients"] == f"by triton ({reason})"
 
 
-@pytest.mark.parametrize("name", ["alibi_slopes", "sinks"])
-def test_gradients_of_scores_only_if_wanted(name):
+def test_gradients_of_slopes_only_if_wanted():
     """Of the backward pass it is known which are."""
-    problem = problem_of(*tensors(), **{name: torch.ones(4, requires_grad=True)})
-    assert hopper._backward_unsupported(problem, (name,))
-    assert not hopper._backward_unsupported(problem, ())
-    problem = problem_of(*tensors(), **{name: torch.ones(4)})
+    problem = problem_of(*tensors(), alibi_slopes=torch.ones(4, requires_grad=True))
+    assert hopper._backward_unsupported(problem, ("alibi_slopes",))
+    assert not hopper._backward_unsupported(problem, ("sinks",))
+    problem = problem_of(*tensors(), alibi_slopes=torch.ones(4))
     assert hopper.config(problem)["gradients"] == "by hopper"
+
+
+def test_gradients_of_sinks_take_a_kernel_of_their_own_only_if_wanted():
+    problem = problem_of(*tensors(), sinks=torch.ones(4, requires_grad=True))
+    assert hopper.config(problem)["gradients"] == "by hopper"
+    assert not hopper._backward_plan(problem).summed
+    assert not hopper._backward_plan(problem, ("sinks",)).summed
+    assert hopper._backward_plan(problem, ()).summed
+    assert hopper._backward_plan(problem_of(*tensors(), sinks=torch.ones(4))).summed
 
 
 @pytest.mark.parametrize("d", [8, 64, 128, 136, 256])
@@ -227,13 +230,12 @@ def test_gradients_are_deterministic_on_request(d):
 
 
 def test_gradients_of_packed_sequences():
-    """Of which each row and key is known to be seen."""
+    """Without copies where each row and key is known to be seen."""
     q, k, v = (t[0] for t in tensors(sq=300))
-    cu = torch.tensor([0, 100, 300])
-    given = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "causal": True}
-    assert hopper.config(problem_of(q, k, v, **given))["gradients"] == "by hopper"
-    (reason,) = hopper._backward_unsupported(problem_of(q, k, v, **(given | UNEQUAL)))
-    assert reason == "packed sequences: cu_seqlens_q and cu_seqlens_k must be one tensor"
+    for lengths in (PACKED, UNEQUAL):
+        problem = problem_of(q, k, v, causal=True, **lengths)
+        assert hopper.config(problem)["gradients"] == "by hopper"
+        assert (hidden.seen_tokens(problem) is None) == (lengths is PACKED)
 
 
 def test_the_backward_pass_left_to_triton_is_triton_s(monkeypatch):
@@ -503,6 +505,7 @@ def test_barriers_have_memory_of_their_own(d, options):
         # 148, 204 or 260: the compiler does not always come to the same.
         ({"sq": 300}, {"causal": True, **PACKED}, 320),
         ({"sq": 300, "d": 64}, PACKED, 0),
+        ({"sq": 300, "d": 64}, {"causal": True, **UNEQUAL}, 0),
         ({"sq": 512, "sk": 512}, {"causal": True, "alibi_slopes": torch.ones(4)}, 200),
         ({"sq": 512, "sk": 512, "d": 64}, {"alibi_slopes": torch.ones(4, 4)}, 0),
     ],
@@ -542,6 +545,22 @@ def test_the_deterministic_backward_pass_compiles(shape, options, spilled):
 
 
 @pytest.mark.parametrize(
+    ("of_keys", "shape", "options", "spilled"),
+    [
+        ("_backward_kernel", {"sq": 512, "sk": 512}, {"causal": True}, 0),
+        ("_backward_kernel", {"d": 64}, {"causal": True, "window_size": (127, None)}, 0),
+        ("_backward_kernel", {"sq": 300}, {"causal": True, **UNEQUAL}, 24),
+        # In blocks of keys that are cut short.
+        ("_backward_kernel", {}, {"softcap": 9.0, "alibi_slopes": torch.ones(4)}, 128),
+        ("_wide_keys_kernel", {"sq": 512, "sk": 512, "d": 256}, {"causal": True}, 24),
+    ],
+)
+def test_the_backward_pass_with_a_gradient_of_sinks_compiles(of_keys, shape, options, spilled):
+    options = {**options, "sinks": torch.ones(4)}
+    compiled_by_two_kernels(of_keys, shape, options, spilled, wanted=("sinks",))
+
+
+@pytest.mark.parametrize(
     ("shape", "options", "spilled"),
     [
         ({"sq": 512, "sk": 512, "d": 256}, {"causal": True}, 0),
@@ -554,14 +573,14 @@ def test_the_backward_pass_of_wide_heads_compiles(shape, options, spilled):
     compiled_by_two_kernels("_wide_keys_kernel", shape, options, spilled)
 
 
-def compiled_by_two_kernels(of_keys, shape, options, spilled):
+def compiled_by_two_kernels(of_keys, shape, options, spilled, wanted=()):
     """One for gradients of keys and values, one for those of queries."""
     q, k, v = tensors(**{"b": 4, **shape})
     if "cu_seqlens_q" in options:
         q, k, v = q[0], k[0], v[0]
     problem = problem_of(q, k, v, **options)
     target = compiling.cuda_target(90)
-    every = compiling.compile_problem(problem, target, backend="hopper", wanted=())
+    every = compiling.compile_problem(problem, target, backend="hopper", wanted=wanted)
     both = [kernel for kernel in every if kernel.name in (of_keys, "_queries_kernel")]
     assert len(both) == 2
     assert not any(kernel.name == "rows_kernel" for kernel in every)

@@ -14,11 +14,11 @@ from torch import Tensor
 import tilewise
 from tilewise import repeated
 from tilewise.arguments import problem_of
-from tilewise.backends import hopper, reference
+from tilewise.backends import hidden, hopper, reference
 from tilewise.kernels import replay
 from tilewise.kernels.score import Rows
-from tilewise.results import Result
-from tilewise.spec import Problem
+from tilewise.results import Gradients, Result
+from tilewise.spec import Problem, sequences
 
 NAN = float("nan")
 
@@ -45,10 +45,11 @@ def check(
     seed: int,
     of_lse: bool = False,
     laid_out: Callable[[Tensor], Tensor] = lambda t: t,
+    of_scores: tuple[str, ...] = (),
     **options: Any,
 ) -> None:
     """Against the definition, beside NaN wherever no row sees a key or no key is seen. `laid_out`: the same
-    numbers in another layout."""
+    numbers in another layout; `of_scores`: whose gradients are wanted, too."""
     torch.manual_seed(seed)
     q, k, v, dout = tensors(shape)
     exact = problem_of(q.double(), k.double(), v.double(), **options)
@@ -56,23 +57,31 @@ def check(
         return
     result = reference.forward(exact)
     dlse = torch.randn(result.lse.shape) if of_lse else None
-    wanted = reference.backward(
-        exact, result, dout.double(), None if dlse is None else dlse.double()
-    )
+    exact_dlse = None if dlse is None else dlse.double()
+    wanted = reference.backward(exact, result, dout.double(), exact_dlse, of_scores)
     rows, keys = seen(exact)
     for t, there in ((q, rows), (dout, rows), (k, keys), (v, keys)):
         t[:, ~there] = NAN
-    if dlse is not None:
+    if dlse is not None and exact.scores.sinks is None:
         dlse[..., ~rows] = NAN
     result = result._replace(lse=result.lse.float())
     q, k, v, dout = map(laid_out, (q, k, v, dout))
-    got = emulator.backward(problem_of(q, k, v, **options), result, dout, dlse, seed)
-    for name, there in (("q", rows), ("k", keys), ("v", keys)):
-        found, want = getattr(got, name), getattr(wanted, name)
+    got = emulator.backward(problem_of(q, k, v, **options), result, dout, dlse, seed, of_scores)
+    for found, there in ((got.q, rows), (got.k, keys), (got.v, keys)):
         assert (found[:, ~there] == 0).all()
+    compare(got, wanted)
+
+
+def compare(got: Gradients, wanted: Gradients) -> None:
+    for name in ("q", "k", "v"):
+        found, want = getattr(got, name), getattr(wanted, name)
         # What is stored is rounded to bfloat16; delta, and the sums of dq, to float32.
         room = 2**-8 * want.abs() + 1e-4 * want.abs().max() + 2e-5
         assert ((found.double() - want).abs() <= room).all(), name
+    found, want = got.scores.sinks, wanted.scores.sinks
+    assert (found is None) == (want is None)
+    if found is not None:
+        assert ((found - want).abs() <= 1e-4 + 1e-5 * want.abs()).all()
 
 
 def seen(problem: Problem) -> tuple[Tensor, Tensor]:
@@ -137,6 +146,55 @@ def test_slopes_and_sinks(
 
 
 @pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        (Shape(b=2, hq=4), {"sinks": torch.tensor([0.5, -2.0, 90.0, 1.0])}),
+        (Shape(sq=300, sk=100, dv=128), {"sinks": torch.tensor([1.0, 3.0]), "causal": True}),
+        (Shape(sq=100, sk=300), {"sinks": torch.tensor([1.0, -3.0]), "window_size": (5, 3)}),
+        (Shape(d=192, hq=6, hkv=2), {"sinks": torch.randn(6), "causal": True, "softcap": 3.0}),
+        (
+            Shape(d=128, dv=128, sq=200, sk=200),
+            {"sinks": torch.ones(2), "alibi_slopes": torch.ones(2), "window_size": (60, 3)},
+        ),
+        (Shape(sq=200, sk=70), {"sinks": torch.ones(2), "causal": True, "align": "top-left"}),
+    ],
+)
+@pytest.mark.parametrize("of_lse", [False, True])
+def test_gradients_of_sinks(shape: Shape, options: dict[str, Any], of_lse: bool) -> None:
+    """Which rows that see nothing have a part in, by their lse."""
+    check(shape, sum(shape), of_lse, of_scores=("sinks",), **options)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_gradients_of_sinks_do_not_show_how_out_was_rounded(packed: bool) -> None:
+    """As they would, were it not for the sums of dS."""
+    torch.manual_seed(0)
+    q, k, v, dout = tensors(Shape(sq=1000, sk=1000))
+    v, dout = v / 8 + 3, dout / 8 + 1
+    v, dout = v.bfloat16(), dout.bfloat16()
+    options: dict[str, Any] = {"sinks": torch.tensor([1.0, 2.0]), "causal": True}
+    if packed:
+        q, k, v, dout = q[0], k[0], v[0], dout[0]
+        cu = torch.tensor([0, 700, 1000], dtype=torch.int32)
+        options |= {"cu_seqlens_q": cu, "cu_seqlens_k": cu}
+    exact = problem_of(q.double(), k.double(), v.double(), **options)
+    result = reference.forward(exact)
+    wanted = reference.backward(exact, result, dout.double(), None, ("sinks",))
+    rounded = result._replace(out=result.out.bfloat16(), lse=result.lse.float())
+    problem = problem_of(q, k, v, **options)
+
+    def error(**instead: Callable[..., Any]) -> float:
+        got = emulator.backward(problem, rounded, dout, None, 0, ("sinks",), **instead)
+        assert got.scores.sinks is not None
+        assert wanted.scores.sinks is not None
+        off = (got.scores.sinks - wanted.scores.sinks).abs().max()
+        return float(off / wanted.scores.sinks.abs().max())
+
+    assert error() <= 1e-5
+    assert error(partial_row_sums=lambda p: p[:, :1] * 0) > 1e-4
+
+
+@pytest.mark.parametrize(
     ("widths", "deterministic"),
     [
         ((8, 40, 64, 72, 96, 128), False),
@@ -192,27 +250,99 @@ def test_packed(
     dv: int,
     deterministic: bool,
 ) -> None:
-    """Sequences side by side, with NaN in tokens past the last."""
+    check_packed(lengths, None, past, d, dv, deterministic=deterministic, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"causal": True},
+        {"causal": True, "align": "top-left", "sinks": torch.tensor([0.5, -2.0, 90.0, 1.0])},
+        {"window_size": (20, 130), "softcap": 3.0},
+        {"window_size": (3, 2), "align": "top-left"},
+    ],
+)
+@pytest.mark.parametrize(
+    ("lengths", "others", "past"),
+    [
+        ((5,), (9,), 0),
+        ((130, 1, 0, 64, 200, 0, 65), (3, 200, 70, 0, 130, 0, 64), 3),
+        ((0, 0, 33), (0, 7, 0), 140),
+        ((300, 40), (1, 300), 0),
+    ],
+)
+@pytest.mark.parametrize(
+    ("d", "dv", "deterministic"),
+    [(64, 40, False), (128, 128, False), (64, 40, True), (256, 136, False)],
+)
+def test_packed_of_two_lengths(
+    lengths: tuple[int, ...],
+    others: tuple[int, ...],
+    past: int,
+    options: dict[str, Any],
+    d: int,
+    dv: int,
+    deterministic: bool,
+) -> None:
+    """Some sequences see nothing, or are seen by none; others in part."""
+    check_packed(lengths, others, past, d, dv, deterministic=deterministic, **options)
+
+
+def test_packed_sinks() -> None:
+    check_packed((70, 0, 130), None, 3, 64, 64, causal=True, sinks=torch.randn(4))
+
+
+def test_what_sees_nothing_has_to_be_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hopper, "with_zeros", lambda problem, dout, dlse, *_: (problem, dout, dlse))
+    for deterministic in (False, True):
+        with pytest.raises(AssertionError):
+            check_packed((130, 40), (3, 200), 0, 64, 64, causal=True, deterministic=deterministic)
+
+
+def check_packed(
+    lengths: tuple[int, ...],
+    others: tuple[int, ...] | None,
+    past: int,
+    d: int,
+    dv: int,
+    **options: Any,
+) -> None:
+    """Sequences side by side, of k of `others` lengths if given, with NaN in tokens past the last, and
+    wherever no row sees a key or no key is seen. Sinks have a gradient."""
     torch.manual_seed(len(lengths))
-    total = sum(lengths) + past
-    q, k, v, dout = (t[0] for t in tensors(Shape(sq=total, sk=total, hq=4, hkv=2, d=d, dv=dv)))
-    cu = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
-    options = {**options, "cu_seqlens_q": cu, "cu_seqlens_k": cu, "deterministic": deterministic}
+    cu_q = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    cu_k = cu_q
+    if others is not None:
+        cu_k = torch.tensor([0, *itertools.accumulate(others)], dtype=torch.int32)
+    shape = Shape(1, int(cu_q[-1]) + past, int(cu_k[-1]) + past, 4, 2, d, dv)
+    q, k, v, dout = (t[0] for t in tensors(shape))
+    options = {**options, "cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
     exact = problem_of(q.double(), k.double(), v.double(), **options)
     result = reference.forward(exact)
     dlse = torch.randn(result.lse.shape)
-    wanted = reference.backward(exact, result, dout.double(), dlse.double())
-    for t in (q, k, v, dout, dlse.T):
-        t[total - past :] = NAN
+    wanted = reference.backward(exact, result, dout.double(), dlse.double(), ("sinks",))
+    rows, keys = (torch.zeros(len(t), dtype=torch.bool) for t in (q, k))
+    for sequence in sequences(exact):
+        assert sequence.queries is not None
+        assert sequence.keys is not None
+        rows[sequence.queries], keys[sequence.keys] = seen(sequence.problem)
+    for t, there in ((q, rows), (dout, rows), (k, keys), (v, keys)):
+        t[~there] = NAN
+    real = torch.arange(len(q)) < cu_q[-1]
+    dlse.T[~(rows if exact.scores.sinks is None else real)] = NAN
     result = result._replace(lse=result.lse.float())
     problem = problem_of(q, k, v, **options)
-    assert not hopper._backward_unsupported(problem)
-    got = emulator.backward(problem, result, dout, dlse, past)
-    for name in ("q", "k", "v"):
-        found, want = getattr(got, name), getattr(wanted, name)
-        assert (found[total - past :] == 0).all()
-        room = 2**-8 * want.abs() + 1e-4 * want.abs().max() + 2e-5
-        assert ((found.double() - want).abs() <= room).all(), name
+    assert not hopper._backward_unsupported(problem, ("sinks",))
+    there = hidden.seen_tokens(problem)
+    assert (there is None) == (others is None)
+    if there is not None:
+        assert torch.equal(there[0], rows)
+        assert torch.equal(there[1], keys)
+    got = emulator.backward(problem, result, dout, dlse, past, ("sinks",))
+    for found, there in ((got.q, rows), (got.k, keys), (got.v, keys)):
+        assert (found[~there] == 0).all()
+    compare(got, wanted)
 
 
 @pytest.mark.parametrize("width", [64, 128, 256])

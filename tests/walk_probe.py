@@ -206,7 +206,7 @@ def check_blocks(seen: torch.Tensor, start: int, ends: list[int]) -> None:
     first, full_first, full_last, last = ends
     rows, keys = seen.shape
     assert sorted(ends) == ends
-    assert 0 <= first < max(rows, 1)
+    assert 0 <= first < min(max(rows, 1), last)
     assert all(end % BLOCK_Q == 0 for end in ends)
     part = seen[:, start : start + BLOCK_K]
     assert not part[:first].any()
@@ -251,13 +251,14 @@ def check_keys(
         assert first_block == batch * heads * per_head
 
 
-def check_packed_keys(lengths: tuple[int, ...], past: int, **options: object) -> None:
-    """The same of packed sequences, with tokens past the last."""
-    cu = torch.tensor([0, *itertools.accumulate(lengths)])
-    total, kv_heads = int(cu[-1]) + past, 2
-    q, k = torch.empty(total, 4, 8), torch.empty(total, kv_heads, 8)
-    problem = problem_of(q, k, k, cu_seqlens_q=cu, cu_seqlens_k=cu, **options)
-    assert hopper._all_is_seen(problem)
+def check_packed_keys(
+    lengths: tuple[int, ...], rows: tuple[int, ...], past: int, **options: object
+) -> None:
+    """The same of packed sequences of so many keys and rows, with tokens past the last."""
+    cu_k, cu_q = (torch.tensor([0, *itertools.accumulate(n)]) for n in (lengths, rows))
+    total, kv_heads = int(cu_q[-1]) + past, 2
+    q, k = torch.empty(total, 4, 8), torch.empty(int(cu_k[-1]) + past, kv_heads, 8)
+    problem = problem_of(q, k, k, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, **options)
     spec = twins.spec(problem)
     schedule = hopper._schedule(k, spec, BLOCK_K, True)
     walk = KeysWalk(kv_heads, 1, 0, schedule, len(lengths).bit_length())
@@ -277,14 +278,16 @@ def check_packed_keys(lengths: tuple[int, ...], past: int, **options: object) ->
     parts = {part.number: part for part in sequences(problem)}
     blocks = set()
     for number, _, start, *ends, start_q, start_k, per_head, first_block in tiles:
-        assert (start_q, start_k) == (cu[number], cu[number])
+        assert (start_q, start_k) == (cu_q[number], cu_k[number])
         assert per_head == -(-total // BLOCK_Q) + len(lengths) + 1
         if number == len(lengths):
             assert (ends[0], ends[-1]) == (0, BLOCK_Q)
             continue
         check_blocks(seen_pairs(parts[number].problem), start, ends)
-        assert first_block + -(-lengths[number] // BLOCK_Q) <= per_head
-        blocks |= {(first_block + i, number) for i in range(-(-lengths[number] // BLOCK_Q))}
+        # A sequence without rows has a block, too: that of the keys that none sees.
+        n_blocks = max(1, -(-rows[number] // BLOCK_Q))
+        assert first_block + n_blocks <= per_head
+        blocks |= {(first_block + i, number) for i in range(n_blocks)}
     assert len({block for block, _ in blocks}) == len(blocks), "no two share a block of sums"
 
 
@@ -423,7 +426,12 @@ def main() -> None:
         check_keys(2, 40, 75, 3, together, causal=True)
     for window in ((None, None), (None, 0), (9, 0), (20, 5)):
         for lengths, past in (((5,), 0), ((40, 1, 0, 100, 16, 17), 3), ((0, 0, 33), 20)):
-            check_packed_keys(lengths, past, window_size=window)
+            check_packed_keys(lengths, lengths, past, window_size=window)
+    for window in ((None, None), (None, 0), (9, 0), (20, 5), (0, 0)):
+        for align in ("bottom-right", "top-left"):
+            options = {"window_size": window, "align": align}
+            check_packed_keys((5, 40, 0), (9, 0, 0), 3, **options)
+            check_packed_keys((40, 1, 0, 100, 16, 17), (7, 0, 9, 300, 40, 2), 0, **options)
     check_rows(64, 64)
     check_rows(200, 256)
     check_rows(96, 128)

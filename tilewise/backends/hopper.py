@@ -5,8 +5,10 @@ stay on their multiprocessors and draw tiles (kernels/hopper_forward.py), those 
 order that is made on the device (kernels/hopper_schedule.py). The backward pass adds up dQ in memory, in any
 order (kernels/hopper_backward.py). Where it has to be deterministic, or head dims are above 128, dQ has a
 kernel of its own (kernels/hopper_backward_queries.py; kernels/hopper_backward_wide.py has dK's and dV's):
-nothing is added up in memory, and the bits of all gradients are the same in every run. What these kernels do
-not take is left to the Triton backend.
+nothing is added up in memory, and the bits of all gradients are the same in every run. It is also where the
+gradient of sinks comes from. Where packed q and k have lengths of their own, the backward pass works on
+copies with zeros where nothing is seen (backends/hidden.py). What these kernels do not take is left to the
+Triton backend.
 
 As there, a NaN or Inf in a key or value that some rows see may reach rows that do not see it, here those
 whose tile shares a block of keys with it; in the backward pass one in a row of q or dout may likewise reach
@@ -25,6 +27,7 @@ import torch
 from torch import Tensor
 
 from tilewise.backends import triton
+from tilewise.backends.hidden import seen_tokens, with_zeros
 from tilewise.kernels import twins
 from tilewise.kernels.launch import current, launch
 from tilewise.results import SCORE_NAMES, Gradients, Result, nothing, result_shapes
@@ -310,10 +313,13 @@ def backward(
     dlse: Tensor | None,
     wanted: Collection[str] = SCORE_NAMES,
 ) -> Gradients:
-    """Gradients of q, k, v; and whatever the Triton backend gives, of what is left to it."""
+    """Gradients of q, k, v and sinks; and whatever the Triton backend gives, of what is left to it."""
     if _backward_unsupported(problem, wanted):
         return triton.backward(problem, result, dout, dlse, wanted)
-    plan, packed = _backward_plan(problem), problem.packed
+    plan, packed, whole_dlse = _backward_plan(problem, wanted), problem.packed, dlse
+    seen = None if packed is None else seen_tokens(problem)
+    if seen is not None:
+        problem, dout, dlse = with_zeros(problem, dout, dlse, *seen)
     rows, keys, spec, walk = _walk_of_keys(problem, plan)
     q, k, v = (t[..., part, :, :] for t, part in zip(problem[:3], (rows, keys, keys), strict=True))
     dout, out, lse = dout[..., rows, :, :], result.out[..., rows, :, :], result.lse[..., rows]
@@ -323,9 +329,11 @@ def backward(
         for whole, part in zip(problem[:3], (q, k, v), strict=True)
     )
     tiles = twins.most_tiles(problem, q, plan.block_q) * q.shape[-2]
-    sums = None
-    if not (plan.wide or problem.deterministic):
+    sums = shares = None
+    if plan.summed:
         sums = q.new_empty(tiles * plan.block_q * plan.d, dtype=torch.float32)
+    if "sinks" in _wanted(problem, wanted):
+        shares = lse.new_empty(lse.shape)
     room = tiles // lse.shape[:-1].numel() * plan.block_q
     base, delta = (lse.new_empty((*lse.shape[:-1], room)) for _ in "12")
     dlse = None if dlse is None else dlse[..., rows]
@@ -355,10 +363,24 @@ def backward(
     )
     _launch_keys(plan, parts, sums)
     if sums is None:
-        _launch_queries(problem, plan, parts)
+        _launch_queries(problem, plan, parts, shares)
     else:
         _launch_rows(plan, parts, sums)
-    return Gradients(dq, dk, dv, Scores(problem.scores.scale))
+    dsinks = None if shares is None else _sink_gradient(problem, shares, result.lse, whole_dlse)
+    return Gradients(dq, dk, dv, Scores(problem.scores.scale, sinks=dsinks)).finished(problem)
+
+
+def _sink_gradient(problem: Problem, shares: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
+    """(Hq,), float32: the shares of rows that see a key, and of all rows what comes of dlse."""
+    sinks = problem.scores.sinks
+    assert sinks is not None
+    total = shares.sum(-1).sum_to_size(sinks.shape)
+    if dlse is not None:
+        p = (sinks.float()[:, None] - lse).exp()
+        # A row of no sequence has no sink.
+        of_lse = torch.where(lse == float("-inf"), 0, p * dlse)
+        total += of_lse.sum(-1).sum_to_size(sinks.shape)
+    return total
 
 
 class _Parts(NamedTuple):
@@ -398,8 +420,10 @@ def _launch_keys(plan: _BackwardPlan, parts: _Parts, sums: Tensor | None) -> Non
     launch(kernel, parts.programs, parts.q.device, *given, **options)
 
 
-def _launch_queries(problem: Problem, plan: _BackwardPlan, parts: _Parts) -> None:
-    """The kernel of dq that sums nothing in memory."""
+def _launch_queries(
+    problem: Problem, plan: _BackwardPlan, parts: _Parts, shares: Tensor | None
+) -> None:
+    """The kernel of dq that sums nothing in memory; it fills the rows' `shares` in the gradient of sinks."""
     from tilewise.kernels import hopper_backward_queries as kernels
     from tilewise.kernels.score import constexpr
 
@@ -408,7 +432,8 @@ def _launch_queries(problem: Problem, plan: _BackwardPlan, parts: _Parts) -> Non
     tile = kernels.Tile(*map(constexpr, sides))
     programs, walk = _walk_of_queries(problem, parts.q, parts.spec, parts.walk.offset)
     view = _view if problem.packed is None else _clipped
-    given = (*parts.operands, view(parts.dq, plan.block_q, 1, plan.d), parts.spec, walk, tile)
+    results = (view(parts.dq, plan.block_q, 1, plan.d), twins.lines(shares))
+    given = (*parts.operands, *results, parts.spec, walk, tile)
     options = {"num_warps": 4, "maxnreg": maxnreg}
     launch(kernels.queries_kernel, programs, parts.q.device, *given, **options)
 
@@ -462,18 +487,14 @@ def gradients_left_to(problem: Problem) -> str | None:
 
 
 def _backward_unsupported(problem: Problem, wanted: Collection[str] | None = None) -> list[str]:
-    """Why the gradients are left to the Triton backend. `wanted` names the scores whose gradients are; None:
-    those that require them."""
-    s, wide = problem.scores, _backward_plan(problem).wide
+    """Why the gradients are left to the Triton backend. `wanted`: as `_wanted` has it."""
     reasons = [] if problem.key_range is None else ["key_range: not served"]
-    for name, t in (("alibi_slopes", s.alibi_slopes), ("sinks", s.sinks)):
-        if t is not None and (t.requires_grad if wanted is None else name in wanted):
-            reasons.append(f"{name}: their own gradient is not served")
-    if s.alibi_slopes is not None and (wide or problem.packed is not None):
+    if "alibi_slopes" in _wanted(problem, wanted):
+        reasons.append("alibi_slopes: their own gradient is not served")
+    wide = _backward_plan(problem).wide
+    if problem.scores.alibi_slopes is not None and (wide or problem.packed is not None):
         what = f"head dims above {_WIDE}" if wide else "packed sequences"
         reasons.append(f"alibi_slopes: not served for {what}")
-    if problem.packed is not None and not _all_is_seen(problem):
-        reasons.append("packed sequences: cu_seqlens_q and cu_seqlens_k must be one tensor")
     widths = {"q": problem.q.shape[-1], "v": problem.v.shape[-1]}
     for name, width in widths.items():
         if width % 8:
@@ -481,17 +502,20 @@ def _backward_unsupported(problem: Problem, wanted: Collection[str] | None = Non
     return reasons
 
 
-def _all_is_seen(problem: Problem) -> bool:
-    """Whether every packed row sees a key, and every key is seen: nothing can get out of hidden tokens."""
-    packed, band = problem.packed, problem.band
-    assert packed is not None
-    within = all(side is None or side >= 0 for side in (band.left, band.right))
-    return packed.cu_seqlens_q is packed.cu_seqlens_k and within
+def _wanted(problem: Problem, names: Collection[str] | None) -> list[str]:
+    """Which of slopes and sinks there are and want a gradient: those of these names; None: those that require
+    it."""
+    given = {name: getattr(problem.scores, name) for name in ("alibi_slopes", "sinks")}
+    return [
+        name
+        for name, t in given.items()
+        if t is not None and (t.requires_grad if names is None else name in names)
+    ]
 
 
 class _BackwardPlan(NamedTuple):
     """Tiles of keys; blocks of queries, of which `stages` are loaded ahead; the columns that hold D and Dv;
-    whether consumers hold their keys and values in registers."""
+    whether consumers hold their keys and values in registers, and whether dq is summed in memory."""
 
     keys: int
     block_q: int
@@ -499,6 +523,7 @@ class _BackwardPlan(NamedTuple):
     dv: int
     stages: int
     held: bool
+    summed: bool
 
     @property
     def wide(self) -> bool:
@@ -506,14 +531,17 @@ class _BackwardPlan(NamedTuple):
         return self.keys == _GROUP_ROWS
 
 
-def _backward_plan(problem: Problem) -> _BackwardPlan:
+def _backward_plan(problem: Problem, wanted: Collection[str] | None = None) -> _BackwardPlan:
     d, dv = (max(64, twins.power_of_two(t.shape[-1])) for t in (problem.q, problem.v))
     # Two of each leave too little time to load, where the L2 cache is busy with sums of dq.
     stages = 3 if d + dv <= _WIDE + LARGEST_HEAD_DIM else 2
-    keys = _GROUP_ROWS if max(d, dv) > _WIDE else 2 * _GROUP_ROWS
-    # Deterministic kernels did hold them, and ptxas 12.8 had dS overwrite them in a loop.
-    held = d == dv == 64 and not problem.deterministic
-    return _BackwardPlan(keys, _GROUP_ROWS, d, dv, stages, held)
+    wide = max(d, dv) > _WIDE
+    keys = _GROUP_ROWS if wide else 2 * _GROUP_ROWS
+    # Sinks take what kernels that sum nothing in memory have: sums of dS for each row.
+    summed = not (wide or problem.deterministic or "sinks" in _wanted(problem, wanted))
+    # Those kernels did hold them, and ptxas 12.8 had dS overwrite them in a loop.
+    held = d == dv == 64 and summed
+    return _BackwardPlan(keys, _GROUP_ROWS, d, dv, stages, held, summed)
 
 
 def _seen_part(problem: Problem) -> tuple[slice, slice, Any, int]:

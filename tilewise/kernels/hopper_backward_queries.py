@@ -7,6 +7,9 @@ of its blocks: the bits are the same in every run.
 A program owns a tile of 128 queries, half of them each of two consumer warpgroups, and walks over the blocks of
 keys that they see, which a producer has loaded ahead. dS is, in registers, the first operand of the product of
 dQ. The consumers take turns at the tensor cores: what one computes of a step is under the other's products.
+
+Where sinks have a gradient, each row leaves its share in it. delta comes from an output that was rounded, which
+sums over many rows would show: what it should have been follows from Σ dS = Σ P ∘ dP − delta · Σ P.
 """
 
 from typing import Any, NamedTuple
@@ -37,6 +40,7 @@ from tilewise.kernels.hopper_pipeline import (
     load_tile_and_line,
     open_turns,
     pack,
+    partial_row_sums,
     pass_turn,
     product_layout,
     slot,
@@ -48,7 +52,7 @@ from tilewise.kernels.hopper_pipeline import (
     wait_full,
 )
 from tilewise.kernels.hopper_walk import blocks_of, tiles_per_head, work_of
-from tilewise.kernels.score import NEG_INF, interval, logits, probabilities
+from tilewise.kernels.score import LOG2E, NEG_INF, interval, line, logits, probabilities
 
 __all__ = ["Tile", "queries_kernel"]
 
@@ -79,6 +83,13 @@ class Views(NamedTuple):
     dout: Any
     base: Any
     delta: Any
+
+
+class Found(NamedTuple):
+    """dq but for the scale; of each row, by its threads, the sum of dS, None where it is not wanted."""
+
+    dq: Any
+    ds: Any
 
 
 class Shared(NamedTuple):
@@ -144,7 +155,7 @@ def _produce(views, shared, spec, walk, tile):
 
 
 @gluon.jit
-def _consume(views, out, shared, spec, walk, tile, GROUP: gl.constexpr):
+def _consume(views, out, shares, shared, spec, walk, tile, GROUP: gl.constexpr):
     if _is_a_tile(spec, walk):
         BANDED: gl.constexpr = (spec.band.left is not None) or (spec.band.right is not None)
         EDGE: gl.constexpr = BANDED or tile.RAGGED
@@ -156,7 +167,10 @@ def _consume(views, out, shared, spec, walk, tile, GROUP: gl.constexpr):
         blocks = blocks_of(rows.number, at.tile_start, work, spec, _ROWS, tile.BLOCK_K)
         full_first = blocks.full_first if EDGE else 0
         full_last = blocks.full_last if EDGE else work.blocks
-        dq = gl.zeros([GROUP_ROWS, tile.D], gl.float32, product_layout(tile.D))
+        found = Found(gl.zeros([GROUP_ROWS, tile.D], gl.float32, product_layout(tile.D)), None)
+        if shares is not None:
+            none = gl.zeros([GROUP_ROWS, tile.BLOCK_K], gl.float32, product_layout(tile.BLOCK_K))
+            found = Found(found.dq, partial_row_sums(none))
         wait_full(shared.q, GROUP)
         wait_full(shared.dout, GROUP)
         base = shared.base.index(GROUP).load(LAYOUT)
@@ -164,15 +178,18 @@ def _consume(views, out, shared, spec, walk, tile, GROUP: gl.constexpr):
         open_turns(GROUP, _GROUPS)
         if EDGE:
             for n in range(0, full_first):
-                dq = _step(dq, shared, n, rows, base, delta, work, spec, tile, GROUP, True)
+                found = _step(found, shared, n, rows, base, delta, work, spec, tile, GROUP, True)
         for n in range(full_first, full_last):
-            dq = _step(dq, shared, n, rows, base, delta, work, spec, tile, GROUP, False)
+            found = _step(found, shared, n, rows, base, delta, work, spec, tile, GROUP, False)
         if EDGE:
             for n in range(full_last, work.blocks):
-                dq = _step(dq, shared, n, rows, base, delta, work, spec, tile, GROUP, True)
+                found = _step(found, shared, n, rows, base, delta, work, spec, tile, GROUP, True)
         close_turns(GROUP)
+        if shares is not None:
+            total = gl.convert_layout(gl.sum(found.ds, 1), LAYOUT)
+            _store_shares(total, shares, rows, base, delta, work, spec)
         # dq takes the place of q.
-        dq = dq * spec.scores.scale
+        dq = found.dq * spec.scores.scale
         slot(shared.q, GROUP).store(dq.to(shared.q.data.dtype))
         queries = Part(at.number, at.start_q, at.sq)
         store_tile(out, queries, i0, work.head, 0, slot(shared.q, GROUP))
@@ -180,8 +197,32 @@ def _consume(views, out, shared, spec, walk, tile, GROUP: gl.constexpr):
 
 
 @gluon.jit
+def _store_shares(ds, shares, rows, base, delta, work, spec):
+    """What each row adds to the gradient of its head's sink, but for what comes of dlse."""
+    at = work.at
+    sink = gl.load(spec.scores.sinks + work.head).to(gl.float32)
+    natural = base / LOG2E if spec.scores.FOLDED else base
+    p_sink = gl.exp2((sink - natural) * LOG2E)
+    p_keys = 1.0 - p_sink
+    share = gl.where(base == float("inf"), 0.0, -p_sink * (delta * p_keys + ds))
+    start = gl.cast(at.start_q, gl.int64)
+    place = line(shares, at, work.head, start, rows.number)
+    gl.store(place, share, mask=rows.number < at.sq)
+
+
+@gluon.jit
 def _step(
-    dq, shared, count, rows, base, delta, work, spec, tile, GROUP: gl.constexpr, EDGE: gl.constexpr
+    found,
+    shared,
+    count,
+    rows,
+    base,
+    delta,
+    work,
+    spec,
+    tile,
+    GROUP: gl.constexpr,
+    EDGE: gl.constexpr,
 ):
     """Block `count` of the keys. EDGE: not all pairs are seen."""
     PRODUCT: gl.constexpr = product_layout(tile.BLOCK_K)
@@ -210,11 +251,15 @@ def _step(
     p = probabilities(s, base[:, None], 0.0, spec)
     ds = p * warpgroup_mma_wait(0, [dp])
     give_back(shared.v, count)
+    sums = found.ds
+    if found.ds is not None:
+        sums = sums + partial_row_sums(ds)
     if spec.scores.softcap is not None:
         ds = ds * (1.0 - capped.tanh * capped.tanh)
     if EDGE:
         ds = gl.where(seen, ds, 0.0)
-    return add_product(dq, pack(ds, shared.k.data.dtype), shared.k, count, GROUP, _GROUPS)
+    pairs = pack(ds, shared.k.data.dtype)
+    return Found(add_product(found.dq, pairs, shared.k, count, GROUP, _GROUPS), sums)
 
 
 @gluon.jit
@@ -228,9 +273,9 @@ def _anew(number, count):
 
 
 @gluon.jit
-def _queries_kernel(q, k, v, dout, base, delta, dq, spec, walk, tile):
-    """q, k, v, dout, dq: descriptors of tiles; base, delta: of lines; spec: Spec; walk: Walk; tile: Tile. Grid:
-    (tiles of 128 queries · heads · batch entries,), or more."""
+def _queries_kernel(q, k, v, dout, base, delta, dq, shares, spec, walk, tile):
+    """q, k, v, dout, dq: descriptors of tiles; base, delta: of lines; shares: Lines, or None; spec: Spec; walk:
+    Walk; tile: Tile. Grid: (tiles of 128 queries · heads · batch entries,), or more."""
     dtype: gl.constexpr = q.dtype
     views = Views(q, k, v, dout, base, delta)
     shared = Shared(
@@ -245,8 +290,8 @@ def _queries_kernel(q, k, v, dout, base, delta, dq, spec, walk, tile):
     gl.warp_specialize(
         [
             (_produce, (views, shared, spec, walk, tile)),
-            (_consume, (views, dq, shared, spec, walk, tile, 0)),
-            (_consume, (views, dq, shared, spec, walk, tile, 1)),
+            (_consume, (views, dq, shares, shared, spec, walk, tile, 0)),
+            (_consume, (views, dq, shares, shared, spec, walk, tile, 1)),
         ],
         [4, 4],
         [tile.REGISTERS, tile.REGISTERS],
