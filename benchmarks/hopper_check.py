@@ -41,7 +41,7 @@ from torch import Tensor
 
 import tilewise
 from tilewise import testing
-from tilewise.backends import hopper, reference, triton
+from tilewise.backends import hidden, hopper, reference, triton
 from tilewise.cli.gpu_cases import USUAL
 from tilewise.kernels import twins
 from tilewise.results import accumulation_dtype
@@ -51,9 +51,12 @@ from tilewise.tuning import timing
 from tilewise.tuning.search import poisoned
 from tilewise.tuning.workers import start_worker
 
-CHECKS = ("plain", "features", "shapes", "packed", "gradients", "deterministic", "probes", "odd")
+CHECKS = (
+    *("plain", "features", "shapes", "packed"),
+    *("gradients", "reach", "deterministic", "probes", "odd"),
+)
 SANITIZED = ("sanitize", "sanitize-gradients")
-OF_GRADIENTS = ("gradients", "deterministic", "sanitize-gradients")
+OF_GRADIENTS = ("gradients", "reach", "deterministic", "sanitize-gradients")
 # Of the checks together, and of what is timed.
 MOST_SECONDS = 600.0
 # A case of `sanitize` may run in compute-sanitizer.
@@ -203,6 +206,16 @@ def shape_cases() -> Iterator[Case]:
     yield dense("many heads", causal, sq=140, batch=50, heads=40, kv_heads=8, head_dim=64)
 
 
+# Of queries and of keys.
+PACKED_KINDS: dict[str, tuple[tuple[int, int], ...]] = {
+    "mixed": tuple((n, n) for n in (700, 1, 0, 128, 129, 1100, 64, 63, 0, 2)),
+    "crossed": ((5, 300), (0, 70), (400, 130), (33, 0), (128, 128), (1, 1), (257, 512)),
+    "ramp": tuple((n, 300 - n) for n in range(0, 301, 20)),
+    "many": tuple((n % 7, n % 5) for n in range(300)),
+    "empty": ((0, 0), (0, 9), (4, 0)),
+}
+
+
 def packed_cases() -> Iterator[Case]:
     options: dict[str, Any] = {
         "": None,
@@ -217,13 +230,7 @@ def packed_cases() -> Iterator[Case]:
             "sinks": make.normal(make.case.heads),
         },
     }
-    lengths: dict[str, tuple[tuple[int, int], ...]] = {
-        "mixed": tuple((n, n) for n in (700, 1, 0, 128, 129, 1100, 64, 63, 0, 2)),
-        "crossed": ((5, 300), (0, 70), (400, 130), (33, 0), (128, 128), (1, 1), (257, 512)),
-        "many": tuple((n % 7, n % 5) for n in range(300)),
-        "empty": ((0, 0), (0, 9), (4, 0)),
-    }
-    for kind, these in lengths.items():
+    for kind, these in PACKED_KINDS.items():
         for name, given in options.items():
             for d in (128, 64, 256):
                 yield dense(
@@ -275,6 +282,50 @@ def gradient_cases() -> Iterator[Case]:
         yield dense(f"gradients, D {d}, Dv {dv}", causal, sq=300, head_dim=d, value_dim=dv)
 
 
+def reach_cases() -> Iterator[Case]:
+    """What the backward pass has a way of its own for: the gradient of sinks, and packed sequences of two
+    lengths, of which some tokens see nothing or are seen by none."""
+    plain: dict[str, Callable[[Maker], dict[str, Any]]] = {
+        "": lambda make: {},
+        ", causal": causal,
+        ", window": features()["window 100, 20"],
+    }
+    for d in (128, 64, 256):
+        for name, options in {**plain, ", softcap": features()["softcap"]}.items():
+            given = with_sinks_of(options)
+            for sq, sk in ((777, 1033), (1033, 777), (65, 65)):
+                yield dense(f"D{d}, sinks{name}, {sq}×{sk}", given, head_dim=d, sq=sq, sk=sk)
+        for heads, kv_heads in ((8, 1), (6, 2), (5, 5)):
+            shape = {"sq": 321, "heads": heads, "kv_heads": kv_heads, "head_dim": d}
+            yield dense(f"D{d}, sinks, {heads}/{kv_heads}", with_sinks_of(causal), **shape)
+        ways = {
+            **plain,
+            ", top-left": features()["top-left"],
+            ", sinks": with_sinks_of(causal),
+            ", sinks, window": with_sinks_of(features()["window 300, causal"]),
+        }
+        if d <= 128:
+            ways[", causal, deterministic"] = repeatable(causal)
+        for name, options in ways.items():
+            # Without sinks, those of equal lengths are among the other gradients.
+            kinds = PACKED_KINDS.keys() - (() if "sinks" in name else {"mixed"})
+            for kind in sorted(kinds):
+                packed = {"layout": "packed", "lengths": PACKED_KINDS[kind]}
+                yield dense(f"D{d}, packed, {kind}{name}", options, head_dim=d, **packed)
+    given = with_sinks_of(features()["alibi"])
+    for d in (128, 64):
+        yield dense(f"D{d}, sinks, alibi", given, head_dim=d, sq=400, sk=555)
+    for d, dv in ((40, 80), (192, 128)):
+        yield dense(f"D {d}, Dv {dv}, sinks", with_sinks_of(causal), head_dim=d, value_dim=dv)
+
+
+def with_sinks_of(
+    options: Callable[[Maker], dict[str, Any]],
+) -> Callable[[Maker], dict[str, Any]]:
+    """The same options, and sinks."""
+    return lambda make: {**options(make), "sinks": make.normal(make.case.heads)}
+
+
 def deterministic_cases() -> Iterator[Case]:
     """What has kernels of its own for that."""
     for d in (128, 64):
@@ -319,6 +370,8 @@ def sanitized_gradients() -> Iterator[Case]:
     lengths = tuple((n, n) for n in (100, 0, 3, 130))
     for name, options in (("packed", causal), ("packed, deterministic", repeatable(causal))):
         yield dense(f"gradients, {name}", options, **small, layout="packed", lengths=lengths)
+    lengths = ((100, 30), (0, 70), (33, 0), (130, 257))
+    yield dense("gradients, packed, two lengths", causal, **small, layout="packed", lengths=lengths)
 
 
 CASES_OF: dict[str, Callable[[], Iterator[Case]]] = {
@@ -328,6 +381,7 @@ CASES_OF: dict[str, Callable[[], Iterator[Case]]] = {
     "features": feature_cases,
     "shapes": shape_cases,
     "gradients": gradient_cases,
+    "reach": reach_cases,
     "deterministic": deterministic_cases,
     "sanitize-gradients": sanitized_gradients,
 }
@@ -348,9 +402,13 @@ def checks(part: str) -> Iterator[Check]:
         yield from odd_checks()
     else:
         for case, dtype in served_cases(part):
-            judge = gradients_judged if part in OF_GRADIENTS else case_judged
+            judge: Callable[[Case, torch.dtype], str] = case_judged
+            if part in OF_GRADIENTS:
+                judge = functools.partial(gradients_judged, wanted=scores_wanted(part))
             patience = SANITIZED_PATIENCE if part in SANITIZED else PATIENCE
             yield Check(f"{case}, {short(dtype)}", functools.partial(judge, case, dtype), patience)
+    if part == "reach":
+        yield Check("gradients beside NaN that lengths hide", gradients_beside_hidden_nan)
     if part == "deterministic":
         for cell in repeated_cells():
             yield Check(f"the same bits, {cell.name}", functools.partial(the_same_bits, cell))
@@ -387,13 +445,19 @@ def case_judged(case: Case, dtype: torch.dtype) -> str:
     return judged(make_call(case, dtype, "cuda"), dtype)
 
 
-def gradients_judged(case: Case, dtype: torch.dtype) -> str:
-    """What is wrong with a case, forward and backward, in memory that is full of NaN."""
+def scores_wanted(part: str) -> tuple[str, ...]:
+    """The scores that a part wants the gradients of."""
+    return ("sinks",) if part == "reach" else ()
+
+
+def gradients_judged(case: Case, dtype: torch.dtype, wanted: tuple[str, ...]) -> str:
+    """What is wrong with a case, forward and backward, in memory that is full of NaN. `wanted`: the scores
+    whose gradients are, too."""
     call = gradient_call(case, dtype, "cuda")
-    if hopper._backward_unsupported(call.problem(), ()):
+    if hopper._backward_unsupported(call.problem(), wanted):
         return "left to the Triton backend"
     with poisoned():
-        results = testing.evaluate(with_fixed_scores(call), "hopper")
+        results = testing.evaluate(with_fixed_scores(call, wanted), "hopper")
     gold, peer = testing.expect(make_call(case, dtype, "cuda"))
     verdicts = (
         testing.judge(name, t, gold[name], peer[name], dtype) for name, t in results.items()
@@ -401,19 +465,21 @@ def gradients_judged(case: Case, dtype: torch.dtype) -> str:
     return "; ".join(str(v) for v in verdicts if not v.passed)
 
 
-def with_fixed_scores(call: Call) -> Call:
-    """A call whose slopes and sinks are wanted no gradient of: that is left to Triton."""
+def with_fixed_scores(call: Call, wanted: tuple[str, ...]) -> Call:
+    """A call whose slopes and sinks have no gradient but where it is wanted: that of slopes is left to
+    Triton, that of sinks has a kernel of its own."""
     arguments = dict(call.arguments)
-    fixed = {n: arguments.pop(n) for n in ("alibi_slopes", "sinks") if n in arguments}
+    names = {"alibi_slopes", "sinks"} & arguments.keys() - set(wanted)
+    fixed = {name: arguments.pop(name) for name in sorted(names)}
     return Call(functools.partial(call.function, **fixed), arguments) if fixed else call
 
 
 def gradient_call(case: Case, dtype: torch.dtype, device: str = "cpu") -> Call:
-    """A case's call; of packed sequences with one tensor of lengths for q and k, which are equal."""
+    """A case's call; of packed sequences with one tensor of lengths for q and k, where these are equal."""
     call = make_call(case, dtype, device)
     # Though poisoned memory is had by asking for the opposite.
     call.arguments.setdefault("deterministic", False)
-    if case.layout == "packed":
+    if case.layout == "packed" and all(a == b for a, b in case.lengths):
         call.arguments["cu_seqlens_k"] = call.arguments["cu_seqlens_q"]
     return call
 
@@ -715,7 +781,8 @@ def gradients_of(*tensors: Tensor, **options: Any) -> tuple[Tensor, ...]:
     """Of q, k and v, from those and dout."""
     *operands, dout = tensors
     leaves = [t.detach().requires_grad_() for t in operands]
-    out = tilewise.attention(*leaves, backend="hopper", **options)
+    attend = tilewise.attention_varlen if "cu_seqlens_q" in options else tilewise.attention
+    out = attend(*leaves, backend="hopper", **options)
     return torch.autograd.grad(out, leaves, dout)
 
 
@@ -777,6 +844,32 @@ def gradients_beside_nan() -> str:
             unseen[:, part] = 0
             if unseen.count_nonzero():
                 wrong.append(f"{options}: gradients of what is not seen are not 0")
+    return "; ".join(filter(None, wrong))
+
+
+def gradients_beside_hidden_nan() -> str:
+    """The same where the device alone knows what is seen."""
+    wrong = []
+    cu_q, cu_k = (cumulative(n) for n in ((100, 0, 33, 467), (300, 70, 0, 830)))
+    window = {"window_size": (100, 20)}
+    for d, options in (
+        *itertools.product((128, 64, 256), ({}, {"causal": True}, window)),
+        *((d, {"causal": True, "deterministic": True}) for d in (128, 64)),
+    ):
+        given = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, **options}
+        q, k, v, dout = (normal(n, 4, d) for n in (610, 1210, 1210, 610))
+        seen = hidden.seen_tokens(tilewise.api.problem_of(q, k, v, **given))
+        assert seen is not None
+        rows, keys = seen
+        want = gradients_of(q, k, v, dout, **given)
+        for t, there in ((q, rows), (dout, rows), (k, keys), (v, keys)):
+            assert not there.all()
+            t[~there] = math.nan
+        got = gradients_of(q, k, v, dout, **given)
+        wrong.append(alike(got, want))
+        for t, there in zip(got, (rows, keys, keys), strict=True):
+            if t[~there].count_nonzero():
+                wrong.append(f"D{d}, {options}: gradients of what is not seen are not 0")
     return "; ".join(filter(None, wrong))
 
 
@@ -880,7 +973,8 @@ def mapped() -> str:
 # ------------------------------------------------------------------ compiling ahead
 
 
-_jobs: list[tuple[Problem, Variant, bool]] = []
+# Of the scores those whose gradients are wanted; None: no gradients.
+_jobs: list[tuple[Problem, Variant, tuple[str, ...] | None]] = []
 
 
 def compile_all(parts: list[str]) -> None:
@@ -889,9 +983,9 @@ def compile_all(parts: list[str]) -> None:
     for problem, variant in what_is_needed(parts):
         with varied(variant):
             if hopper._plan(problem).shared_bytes <= hopper._SHARED_BYTES:
-                distinct[what_it_takes(problem)] = (problem, variant, False)
-    for problem in gradients_needed(parts):
-        distinct[what_gradients_take(problem)] = (problem, Variant(), True)
+                distinct[what_it_takes(problem)] = (problem, variant, None)
+    for problem, wanted in gradients_needed(parts):
+        distinct[what_gradients_take(problem, wanted)] = (problem, Variant(), wanted)
     say(f"compiling {len(distinct)} kernels, those of {', '.join(parts)}")
     started = time.monotonic()
     # Inherited: two tensors that are one would arrive as two.
@@ -919,22 +1013,23 @@ def what_is_needed(parts: list[str]) -> Iterator[tuple[Problem, Variant]]:
                 yield problem, variant
 
 
-def gradients_needed(parts: list[str]) -> Iterator[Problem]:
+def gradients_needed(parts: list[str]) -> Iterator[tuple[Problem, tuple[str, ...]]]:
+    """With the scores whose gradients are wanted."""
     for part in set(OF_GRADIENTS) & set(parts):
         for case, dtype in served_cases(part):
-            yield gradient_call(case, dtype).problem()
+            yield gradient_call(case, dtype).problem(), scores_wanted(part)
     if "deterministic" in parts:
         for cell in repeated_cells():
-            yield tilewise.api.problem_of(**cell.arguments("cpu"))
+            yield tilewise.api.problem_of(**cell.arguments("cpu")), ()
     if "backward" in parts:
         for cell in backward_cells():
             problem = tilewise.api.problem_of(**cell.arguments("cpu"))
-            yield from (problem, problem._replace(deterministic=True))
+            yield from ((problem, ()), (problem._replace(deterministic=True), ()))
 
 
-def what_gradients_take(problem: Problem) -> tuple[Any, ...]:
+def what_gradients_take(problem: Problem, wanted: tuple[str, ...]) -> tuple[Any, ...]:
     """As what_it_takes, and what the backward kernels depend on."""
-    plan, ragged = hopper._backward_plan(problem), problem.packed is not None
+    plan, ragged = hopper._backward_plan(problem, wanted), problem.packed is not None
     if problem.packed is None:
         first, last = hopper._seen_keys(problem)
         ragged = (last - first) % plan.keys != 0
@@ -945,7 +1040,7 @@ def what_gradients_take(problem: Problem) -> tuple[Any, ...]:
         ragged,
         widths,
         problem.band.align,
-        plan.wide or problem.deterministic,
+        *hopper._wanted(problem, wanted),
     )
 
 
@@ -966,11 +1061,12 @@ def what_it_takes(problem: Problem) -> tuple[Any, ...]:
 def compile_one(number: int) -> str:
     from tilewise.tuning import compiling
 
-    problem, variant, backward = _jobs[number]
+    problem, variant, wanted = _jobs[number]
+    given = (wanted is not None, "hopper", wanted or ())
     target = compiling.cuda_target(90)
     try:
         with varied(variant):
-            kernels = compiling.compile_problem(problem, target, backward, "hopper", wanted=())
+            kernels = compiling.compile_problem(problem, target, *given)
     except Exception as error:
         return f"NOT COMPILED {hopper.config(problem)}: {error!r:.500}"
     found = [compiling.report(kernel, target) for kernel in kernels]

@@ -545,6 +545,26 @@ def test_through_pytorch(found: Callable[..., tuple[Tensor, ...]]) -> None:
 
 
 @pytest.mark.usefixtures("on_hopper")
+def test_sinks_through_pytorch() -> None:
+    torch.manual_seed(0)
+    operands = [t.requires_grad_() for t in tensors(Shape(sq=65, sk=130))[:3]]
+    sinks = torch.tensor([0.5, 2.0], dtype=operands[0].dtype, requires_grad=True)
+    leaves = (*operands, sinks)
+    assert (
+        tilewise.explain(*operands, sinks=sinks, backend="hopper").config["gradients"]
+        == "by hopper"
+    )
+
+    def found(backend: str) -> tuple[Tensor, ...]:
+        out, lse = tilewise.attention(*operands, sinks=sinks, backend=backend, return_lse=True)
+        return torch.autograd.grad(out.float().square().sum() + lse.sin().sum(), leaves)
+
+    for got, want in zip(found("hopper"), found("reference"), strict=True):
+        assert got.dtype == want.dtype
+        assert ((got - want).abs() <= 2**-6 * (want.abs() + want.abs().max()) + 1e-3).all()
+
+
+@pytest.mark.usefixtures("on_hopper")
 @pytest.mark.parametrize(
     "hooks",
     [(lambda t: t, torch.clone), (torch.clone, lambda t: t), (torch.Tensor.numpy, torch.tensor)],

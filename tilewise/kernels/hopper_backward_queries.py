@@ -85,13 +85,6 @@ class Views(NamedTuple):
     delta: Any
 
 
-class Found(NamedTuple):
-    """dq but for the scale; of each row, by its threads, the sum of dS, None where it is not wanted."""
-
-    dq: Any
-    ds: Any
-
-
 class Shared(NamedTuple):
     """Rings of k and v; of each consumer's q with the line of base, and dout with that of delta, filled once."""
 
@@ -167,10 +160,11 @@ def _consume(views, out, shares, shared, spec, walk, tile, GROUP: gl.constexpr):
         blocks = blocks_of(rows.number, at.tile_start, work, spec, _ROWS, tile.BLOCK_K)
         full_first = blocks.full_first if EDGE else 0
         full_last = blocks.full_last if EDGE else work.blocks
-        found = Found(gl.zeros([GROUP_ROWS, tile.D], gl.float32, product_layout(tile.D)), None)
+        dq = gl.zeros([GROUP_ROWS, tile.D], gl.float32, product_layout(tile.D))
+        found = (dq,)
         if shares is not None:
             none = gl.zeros([GROUP_ROWS, tile.BLOCK_K], gl.float32, product_layout(tile.BLOCK_K))
-            found = Found(found.dq, partial_row_sums(none))
+            found = (dq, partial_row_sums(none))
         wait_full(shared.q, GROUP)
         wait_full(shared.dout, GROUP)
         base = shared.base.index(GROUP).load(LAYOUT)
@@ -186,10 +180,10 @@ def _consume(views, out, shares, shared, spec, walk, tile, GROUP: gl.constexpr):
                 found = _step(found, shared, n, rows, base, delta, work, spec, tile, GROUP, True)
         close_turns(GROUP)
         if shares is not None:
-            total = gl.convert_layout(gl.sum(found.ds, 1), LAYOUT)
+            total = gl.convert_layout(gl.sum(found[1], 1), LAYOUT)
             _store_shares(total, shares, rows, base, delta, work, spec)
         # dq takes the place of q.
-        dq = found.dq * spec.scores.scale
+        dq = found[0] * spec.scores.scale
         slot(shared.q, GROUP).store(dq.to(shared.q.data.dtype))
         queries = Part(at.number, at.start_q, at.sq)
         store_tile(out, queries, i0, work.head, 0, slot(shared.q, GROUP))
@@ -224,7 +218,8 @@ def _step(
     GROUP: gl.constexpr,
     EDGE: gl.constexpr,
 ):
-    """Block `count` of the keys. EDGE: not all pairs are seen."""
+    """Block `count` of the keys. EDGE: not all pairs are seen. `found`: dq; and, where it is wanted, what a row's
+    threads have of the sum of dS."""
     PRODUCT: gl.constexpr = product_layout(tile.BLOCK_K)
     none = gl.zeros([GROUP_ROWS, tile.BLOCK_K], gl.float32, PRODUCT)
     j = work.first + count * tile.BLOCK_K
@@ -251,15 +246,16 @@ def _step(
     p = probabilities(s, base[:, None], 0.0, spec)
     ds = p * warpgroup_mma_wait(0, [dp])
     give_back(shared.v, count)
-    sums = found.ds
-    if found.ds is not None:
-        sums = sums + partial_row_sums(ds)
+    if len(found) == 2:
+        sums = found[1] + partial_row_sums(ds)
     if spec.scores.softcap is not None:
         ds = ds * (1.0 - capped.tanh * capped.tanh)
     if EDGE:
         ds = gl.where(seen, ds, 0.0)
     pairs = pack(ds, shared.k.data.dtype)
-    return Found(add_product(found.dq, pairs, shared.k, count, GROUP, _GROUPS), sums)
+    dq = add_product(found[0], pairs, shared.k, count, GROUP, _GROUPS)
+    found = (dq, sums) if len(found) == 2 else (dq,)
+    return found
 
 
 @gluon.jit
