@@ -36,7 +36,8 @@ def on(device: str, call: Call, dtype: torch.dtype) -> Call:
             return value
         return value.to(device, dtype if value.is_floating_point() else None)
 
-    return call._replace(arguments={name: moved(value) for name, value in call.arguments.items()})
+    arguments = {name: moved(value) for name, value in call.arguments.items()}
+    return call._replace(arguments={**arguments, "deterministic": True})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
