@@ -531,6 +531,7 @@ def test_the_backward_pass_compiles(shape, options, spilled):
     [
         ({"sq": 512, "sk": 512}, {}, 0),
         ({"sq": 512, "sk": 512}, {"causal": True}, 0),
+        ({"sq": 512, "sk": 512, "d": 64}, {}, 0),
         ({"sq": 512, "sk": 512, "d": 64}, {"causal": True}, 0),
         ({"sq": 500, "sk": 700, "dtype": torch.float16}, {"window_size": (100, 20)}, 24),
         ({"sq": 512, "sk": 512, "d": 64}, {"window_size": (100, 20), "softcap": 9.0}, 0),
@@ -584,7 +585,9 @@ def compiled_by_two_kernels(of_keys, shape, options, spilled, wanted=()):
     both = [kernel for kernel in every if kernel.name in (of_keys, "_queries_kernel")]
     assert len(both) == 2
     assert not any(kernel.name == "rows_kernel" for kernel in every)
-    for found in (compiling.report(kernel, target) for kernel in both):
+    for kernel in both:
+        assert overwritten(sass(kernel)) == []
+        found = compiling.report(kernel, target)
         assert (found.registers, found.notes) == (168, ())
         assert found.spilled <= spilled
         assert found.shared <= 227 * 1024
