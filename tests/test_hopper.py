@@ -450,11 +450,21 @@ def overwritten(lines: list[str]) -> list[str]:
                 found = re.search(r"BRA `\((\.L\w+)\)", plain[n])
                 if found and begin < labels[found[1]] <= last:
                     last = n
-            for line in plain[begin + 1 : last]:
-                found = re.match(r"(F|I|MUFU|MOV|LDS|LOP|SHF|SEL|CS2R|VIADD|PRMT)\S* R(\d+),", line)
-                if found and register <= int(found[2]) < register + 4:
-                    wrong.append(line)
+            held = range(register, register + 4)
+            wrong += [x for x in plain[begin + 1 : last] if any(r in held for r in written(x))]
     return wrong
+
+
+def written(line: str) -> range:
+    """The registers that an instruction writes, but for a product's sums."""
+    found = re.match(r"(\S+) R(\d+),", line)
+    if found is None or line.startswith("HGMMA"):
+        return range(0)
+    name, first = found[1], int(found[2])
+    count = (
+        4 if re.search(r"\.M88\.4|\.128", name) else 1 + bool(re.search(r"\.64|WIDE|CS2R", name))
+    )
+    return range(first, first + count)
 
 
 def test_overwritten_registers_are_found():
@@ -469,6 +479,9 @@ def test_overwritten_registers_are_found():
     assert overwritten(loop) == []
     assert overwritten([*loop[:3], loop[-1], *loop[3:5]]) == [loop[-1]]
     assert overwritten([*loop[:2], "@P1 MOV R183, R1 ;", *loop[2:]]) == ["MOV R183, R1 ;"]
+    assert overwritten([*loop[:2], "LDS.64 R178, [R1] ;", "CS2R R183, SRZ ;", *loop[2:]]) == [
+        "CS2R R183, SRZ ;"
+    ]
 
 
 @pytest.mark.parametrize("d", [64, 128, 192, 256])
