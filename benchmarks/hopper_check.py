@@ -82,6 +82,11 @@ def dense(name: str, options: Any = None, **shape: Any) -> Case:
     return Case(name, options or (lambda make: {}), **shape)
 
 
+def packed(name: str, options: Any, d: int, lengths: tuple[tuple[int, int], ...]) -> Case:
+    """A case of packed sequences, so many of queries and of keys."""
+    return dense(name, options, head_dim=d, layout="packed", lengths=lengths)
+
+
 def causal(make: Maker) -> dict[str, Any]:
     return {"causal": True}
 
@@ -206,9 +211,15 @@ def shape_cases() -> Iterator[Case]:
     yield dense("many heads", causal, sq=140, batch=50, heads=40, kv_heads=8, head_dim=64)
 
 
+def equal(*lengths: int) -> tuple[tuple[int, int], ...]:
+    return tuple((n, n) for n in lengths)
+
+
+MIXED = equal(700, 1, 0, 128, 129, 1100, 64, 63, 0, 2)
+EQUAL_KINDS = (MIXED, equal(*range(0, 90, 7)), equal(0, 5))
 # Of queries and of keys.
 PACKED_KINDS: dict[str, tuple[tuple[int, int], ...]] = {
-    "mixed": tuple((n, n) for n in (700, 1, 0, 128, 129, 1100, 64, 63, 0, 2)),
+    "mixed": MIXED,
     "crossed": ((5, 300), (0, 70), (400, 130), (33, 0), (128, 128), (1, 1), (257, 512)),
     "ramp": tuple((n, 300 - n) for n in range(0, 301, 20)),
     "many": tuple((n % 7, n % 5) for n in range(300)),
@@ -233,13 +244,7 @@ def packed_cases() -> Iterator[Case]:
     for kind, these in PACKED_KINDS.items():
         for name, given in options.items():
             for d in (128, 64, 256):
-                yield dense(
-                    f"packed, {kind}{name}, D{d}",
-                    given,
-                    head_dim=d,
-                    layout="packed",
-                    lengths=these,
-                )
+                yield packed(f"packed, {kind}{name}, D{d}", given, d, these)
     yield from (case for case in CASES if case.layout == "packed")
 
 
@@ -264,19 +269,14 @@ def gradient_cases() -> Iterator[Case]:
         for heads, kv_heads in ((8, 1), (6, 2), (5, 5)):
             shape = {"sq": 321, "heads": heads, "kv_heads": kv_heads, "head_dim": d}
             yield dense(f"gradients, D{d}, heads {heads}/{kv_heads}", causal, **shape)
-        for lengths in ((700, 1, 0, 128, 129, 1100, 64, 63, 0, 2), tuple(range(0, 90, 7)), (0, 5)):
+        for lengths in EQUAL_KINDS:
             for options, mask in (
                 (None, "full"),
                 (causal, "causal"),
                 (features()["window 100, 20"], "window"),
             ):
-                yield dense(
-                    f"gradients, packed {sum(lengths)}, D{d}, {mask}",
-                    options,
-                    head_dim=d,
-                    layout="packed",
-                    lengths=tuple((n, n) for n in lengths),
-                )
+                total = sum(n for n, _ in lengths)
+                yield packed(f"gradients, packed {total}, D{d}, {mask}", options, d, lengths)
     wide = ((192, 192), (192, 128), (256, 64), (64, 256), (136, 200))
     for d, dv in ((40, 80), (96, 96), (128, 64), (64, 128), (8, 8), *wide):
         yield dense(f"gradients, D {d}, Dv {dv}", causal, sq=300, head_dim=d, value_dim=dv)
@@ -310,8 +310,7 @@ def reach_cases() -> Iterator[Case]:
             # Without sinks, those of equal lengths are among the other gradients.
             kinds = PACKED_KINDS.keys() - (() if "sinks" in name else {"mixed"})
             for kind in sorted(kinds):
-                packed = {"layout": "packed", "lengths": PACKED_KINDS[kind]}
-                yield dense(f"D{d}, packed, {kind}{name}", options, head_dim=d, **packed)
+                yield packed(f"D{d}, packed, {kind}{name}", options, d, PACKED_KINDS[kind])
     given = with_sinks_of(features()["alibi"])
     for d in (128, 64):
         yield dense(f"D{d}, sinks, alibi", given, head_dim=d, sq=400, sk=555)
@@ -346,14 +345,9 @@ def deterministic_cases_of(d: int) -> Iterator[Case]:
         for sq, sk in ((65, 65), (300, 1100), (1100, 300), (1100, 1100)):
             yield dense(f"{name}, {kind}, {sq}×{sk}", given, head_dim=d, sq=sq, sk=sk)
         yield dense(f"{name}, {kind}, 12 heads of 2", given, sq=700, **few)
-        for lengths in ((700, 1, 0, 128, 129, 1100, 64, 63, 0, 2), tuple(range(0, 90, 7)), (0, 5)):
-            yield dense(
-                f"{name}, {kind}, packed {sum(lengths)}",
-                given,
-                head_dim=d,
-                layout="packed",
-                lengths=tuple((n, n) for n in lengths),
-            )
+        for lengths in EQUAL_KINDS:
+            total = sum(n for n, _ in lengths)
+            yield packed(f"{name}, {kind}, packed {total}", given, d, lengths)
     for kind in ("softcap", "scale -0.2", *OF_SCORES):
         yield dense(f"{name}, {kind}", repeatable(features()[kind]), head_dim=d, sq=400, sk=555)
     for dv in (40, 64, 128):
@@ -367,7 +361,7 @@ def sanitized_gradients() -> Iterator[Case]:
     yield dense("gradients, softcap, Dv 40", features()["softcap"], **small, value_dim=40)
     yield dense("gradients, causal, D256", causal, **small, head_dim=256)
     yield dense("gradients, deterministic", repeatable(causal), **small)
-    lengths = tuple((n, n) for n in (100, 0, 3, 130))
+    lengths = equal(100, 0, 3, 130)
     for name, options in (("packed", causal), ("packed, deterministic", repeatable(causal))):
         yield dense(f"gradients, {name}", options, **small, layout="packed", lengths=lengths)
     lengths = ((100, 30), (0, 70), (33, 0), (130, 257))
@@ -1162,10 +1156,16 @@ def backward_cells() -> Iterator[Cell]:
         for s in of_d:
             yield Cell("full", d, s, *heads, {}, s * s)
             yield Cell("causal", d, s, *heads, {"causal": True}, s * s / 2)
+    yield from (window_cell(128), window_cell(64), *packed_cells())
+
+
+def window_cell(d: int) -> Cell:
     window = {"causal": True, "window_size": (1023, None)}
-    for d in (128, 64):
-        pairs = 16384 * 1024 - 1024 * 1023 / 2
-        yield Cell("window 1024", d, 16384, 2048 // d, 2048 // d, window, pairs)
+    pairs = 16384 * 1024 - 1024 * 1023 / 2
+    return Cell("window 1024", d, 16384, 2048 // d, 2048 // d, window, pairs)
+
+
+def packed_cells() -> Iterator[Cell]:
     pairs = sum(n * n for n in PACKED_LENGTHS)
     yield Cell("packed full", 128, 0, 16, 16, {}, pairs, PACKED_LENGTHS)
     yield Cell("packed causal", 128, 0, 16, 16, {"causal": True}, pairs / 2, PACKED_LENGTHS)
@@ -1343,16 +1343,10 @@ def variant_cells() -> Iterator[Cell]:
         )
     some = ("chosen", "one warp loads", "one warp loads, fence", "fence", "section / 2", "q stages")
     yield Cell("GQA 32/8", 128, 4096, 32, 8, {"causal": True}, 4096**2 / 2, only=some)
-    pairs = 16384 * 1024 - 1024 * 1023 / 2
-    window = {"causal": True, "window_size": (1023, None)}
-    yield Cell("window 1024", 128, 16384, 16, 16, window, pairs, only=some)
+    yield window_cell(128)._replace(only=some)
     pairs, few = 16.0 * 4096, ("chosen", "heads apart", "one warp loads")
     yield Cell("16 rows, 32/8", 128, 4096, 32, 8, {"causal": True}, pairs, (), 16, 2**17, few)
-    for flag in (False, True):
-        pairs = sum(n * n for n in PACKED_LENGTHS) / (2 if flag else 1)
-        name = f"packed {'causal' if flag else 'full'}"
-        options = {"causal": True} if flag else {}
-        yield Cell(name, 128, 0, 16, 16, options, pairs, PACKED_LENGTHS, only=some)
+    yield from (cell._replace(only=some) for cell in packed_cells())
 
 
 class Variant(NamedTuple):
