@@ -56,7 +56,7 @@ CHECKS = (
     *("gradients", "reach", "deterministic", "probes", "odd"),
 )
 SANITIZED = ("sanitize", "sanitize-gradients")
-OF_GRADIENTS = ("gradients", "reach", "deterministic", "sanitize-gradients")
+OF_GRADIENTS = ("gradients", "reach", "ranges", "deterministic", "sanitize-gradients")
 # Of the checks together, and of what is timed.
 MOST_SECONDS = 600.0
 # A case of `sanitize` may run in compute-sanitizer.
@@ -262,8 +262,6 @@ def gradient_cases() -> Iterator[Case]:
             yield dense(f"gradients, D{d}, {name}", given, head_dim=d, sq=777, sk=1033)
             yield dense(f"gradients, D{d}, {name}, long", given, head_dim=d, sq=1033, sk=777)
         for name in ("top-left", "softcap", "scale 3", "scale -0.2", *OF_SCORES):
-            if d > 128 and name.startswith("alibi"):
-                continue
             yield dense(f"gradients, D{d}, {name}", features()[name], head_dim=d, sq=400, sk=555)
             yield dense(f"gradients, D{d}, {name}, long", features()[name], head_dim=d, sk=333)
         for heads, kv_heads in ((8, 1), (6, 2), (5, 5)):
@@ -283,8 +281,8 @@ def gradient_cases() -> Iterator[Case]:
 
 
 def reach_cases() -> Iterator[Case]:
-    """What the backward pass has a way of its own for: the gradient of sinks, and packed sequences of two
-    lengths, of which some tokens see nothing or are seen by none."""
+    """What the backward pass has a way of its own for: gradients of slopes and sinks, and packed sequences
+    of two lengths, of which some tokens see nothing or are seen by none."""
     plain: dict[str, Callable[[Maker], dict[str, Any]]] = {
         "": lambda make: {},
         ", causal": causal,
@@ -303,6 +301,7 @@ def reach_cases() -> Iterator[Case]:
             ", top-left": features()["top-left"],
             ", sinks": with_sinks_of(causal),
             ", sinks, window": with_sinks_of(features()["window 300, causal"]),
+            ", alibi": features()["alibi"],
         }
         if d <= 128:
             ways[", causal, deterministic"] = repeatable(causal)
@@ -311,11 +310,44 @@ def reach_cases() -> Iterator[Case]:
             kinds = PACKED_KINDS.keys() - (() if "sinks" in name else {"mixed"})
             for kind in sorted(kinds):
                 yield packed(f"D{d}, packed, {kind}{name}", options, d, PACKED_KINDS[kind])
-    given = with_sinks_of(features()["alibi"])
-    for d in (128, 64):
-        yield dense(f"D{d}, sinks, alibi", given, head_dim=d, sq=400, sk=555)
+    for d in (128, 64, 256):
+        for name in ("alibi", "alibi of batch"):
+            for sinks, given in (
+                ("", features()[name]),
+                (", sinks", with_sinks_of(features()[name])),
+            ):
+                yield dense(f"D{d}, {name}{sinks}", given, head_dim=d, sq=400, sk=555)
+        yield packed(f"D{d}, packed, alibi of sequences", alibi_of_sequences, d, MIXED)
     for d, dv in ((40, 80), (192, 128)):
         yield dense(f"D {d}, Dv {dv}, sinks", with_sinks_of(causal), head_dim=d, value_dim=dv)
+
+
+def alibi_of_sequences(make: Maker) -> dict[str, Any]:
+    slopes = make.normal(len(make.case.lengths), make.case.heads).abs()
+    return {"alibi_slopes": slopes, "causal": True}
+
+
+def range_cases() -> Iterator[Case]:
+    """Backward with a key_range."""
+    names = ("documents", "documents, causal", "any ranges", "few", "all")
+    for d in (128, 64, 256):
+        for name in names:
+            for ways, given in (
+                ("", features()[name]),
+                (", deterministic", repeatable(features()[name])),
+            ):
+                yield dense(f"D{d}, {name}{ways}", given, head_dim=d, sq=777, sk=1033)
+        yield dense(
+            f"D{d}, one row each", few_ranges, head_dim=d, sq=300, sk=200, heads=6, kv_heads=2
+        )
+        for sq, sk in ((1, 1), (64, 64), (65, 130), (1500, 70)):
+            yield dense(f"D{d}, any ranges, {sq}×{sk}", any_ranges, head_dim=d, sq=sq, sk=sk)
+
+
+def few_ranges(make: Maker) -> dict[str, Any]:
+    """Of each batch entry one, as where keys are padded on both sides."""
+    start = make.integers(0, 50, make.case.batch, 1)
+    return {"key_range": (start, start + 100)}
 
 
 def with_sinks_of(
@@ -366,6 +398,9 @@ def sanitized_gradients() -> Iterator[Case]:
         yield dense(f"gradients, {name}", options, **small, layout="packed", lengths=lengths)
     lengths = ((100, 30), (0, 70), (33, 0), (130, 257))
     yield dense("gradients, packed, two lengths", causal, **small, layout="packed", lengths=lengths)
+    yield dense("gradients, ranges, all", features()["all"], **small)
+    yield dense("gradients, ranges, D64", any_ranges, **small, head_dim=64)
+    yield dense("gradients, ranges, D256", repeatable(documents), **small, head_dim=256)
 
 
 CASES_OF: dict[str, Callable[[], Iterator[Case]]] = {
@@ -376,6 +411,7 @@ CASES_OF: dict[str, Callable[[], Iterator[Case]]] = {
     "shapes": shape_cases,
     "gradients": gradient_cases,
     "reach": reach_cases,
+    "ranges": range_cases,
     "deterministic": deterministic_cases,
     "sanitize-gradients": sanitized_gradients,
 }
@@ -403,6 +439,8 @@ def checks(part: str) -> Iterator[Check]:
             yield Check(f"{case}, {short(dtype)}", functools.partial(judge, case, dtype), patience)
     if part == "reach":
         yield Check("gradients beside NaN that lengths hide", gradients_beside_hidden_nan)
+    if part == "ranges":
+        yield Check("gradients beside NaN that ranges hide", gradients_beside_nan_out_of_range)
     if part == "deterministic":
         for cell in repeated_cells():
             yield Check(f"the same bits, {cell.name}", functools.partial(the_same_bits, cell))
@@ -440,15 +478,16 @@ def case_judged(case: Case, dtype: torch.dtype) -> str:
 
 
 def scores_wanted(part: str) -> tuple[str, ...]:
-    """The scores that a part wants the gradients of."""
-    return ("sinks",) if part == "reach" else ()
+    """The scores that a part wants the gradients of, which have a kernel of its own."""
+    of_scores = part in ("reach", "ranges", "sanitize-gradients")
+    return ("alibi_slopes", "sinks") if of_scores else ()
 
 
 def gradients_judged(case: Case, dtype: torch.dtype, wanted: tuple[str, ...]) -> str:
     """What is wrong with a case, forward and backward, in memory that is full of NaN. `wanted`: the scores
     whose gradients are, too."""
     call = gradient_call(case, dtype, "cuda")
-    if hopper._backward_unsupported(call.problem(), wanted):
+    if hopper._backward_unsupported(call.problem()):
         return "left to the Triton backend"
     with poisoned():
         results = testing.evaluate(with_fixed_scores(call, wanted), "hopper")
@@ -460,8 +499,7 @@ def gradients_judged(case: Case, dtype: torch.dtype, wanted: tuple[str, ...]) ->
 
 
 def with_fixed_scores(call: Call, wanted: tuple[str, ...]) -> Call:
-    """A call whose slopes and sinks have no gradient but where it is wanted: that of slopes is left to
-    Triton, that of sinks has a kernel of its own."""
+    """A call whose slopes and sinks have no gradient but where it is wanted."""
     arguments = dict(call.arguments)
     names = {"alibi_slopes", "sinks"} & arguments.keys() - set(wanted)
     fixed = {name: arguments.pop(name) for name in sorted(names)}
@@ -843,27 +881,46 @@ def gradients_beside_nan() -> str:
 
 def gradients_beside_hidden_nan() -> str:
     """The same where the device alone knows what is seen."""
-    wrong = []
     cu_q, cu_k = (cumulative(n) for n in ((100, 0, 33, 467), (300, 70, 0, 830)))
     window = {"window_size": (100, 20)}
-    for d, options in (
-        *itertools.product((128, 64, 256), ({}, {"causal": True}, window)),
-        *((d, {"causal": True, "deterministic": True}) for d in (128, 64)),
-    ):
-        given = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, **options}
-        q, k, v, dout = (normal(n, 4, d) for n in (610, 1210, 1210, 610))
-        seen = hidden.seen_tokens(tilewise.api.problem_of(q, k, v, **given))
-        assert seen is not None
-        rows, keys = seen
-        want = gradients_of(q, k, v, dout, **given)
-        for t, there in ((q, rows), (dout, rows), (k, keys), (v, keys)):
-            assert not there.all()
-            t[~there] = math.nan
-        got = gradients_of(q, k, v, dout, **given)
-        wrong.append(alike(got, want))
-        for t, there in zip(got, (rows, keys, keys), strict=True):
-            if t[~there].count_nonzero():
-                wrong.append(f"D{d}, {options}: gradients of what is not seen are not 0")
+    return "; ".join(
+        beside_hidden_nan(d, (), {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, **options})
+        for d, options in (
+            *itertools.product((128, 64, 256), ({}, {"causal": True}, window)),
+            *((d, {"causal": True, "deterministic": True}) for d in (128, 64)),
+        )
+    ).strip("; ")
+
+
+def gradients_beside_nan_out_of_range() -> str:
+    start = torch.tensor([[100], [0]], device="cuda")
+    few = (start, torch.tensor([[900], [700]], device="cuda"))
+    one_each = torch.arange(610, device="cuda")[None] * 2
+    return "; ".join(
+        beside_hidden_nan(d, (2,), {"key_range": key_range, **options})
+        for d, key_range, options in itertools.product(
+            (128, 64, 256),
+            (few, (one_each, one_each + 1)),
+            ({}, {"causal": True}, {"causal": True, "deterministic": True}),
+        )
+    ).strip("; ")
+
+
+def beside_hidden_nan(d: int, batch: tuple[int, ...], given: dict[str, Any]) -> str:
+    """Of 610 rows and 1,210 keys: gradients with NaN in all tokens that are hidden, and without."""
+    q, k, v, dout = (normal(*batch, n, 4, d) for n in (610, 1210, 1210, 610))
+    seen = hidden.seen_tokens(tilewise.api.problem_of(q, k, v, **given))
+    assert seen is not None
+    rows, keys = seen
+    assert not keys.all()
+    want = gradients_of(q, k, v, dout, **given)
+    for t, there in ((q, rows), (dout, rows), (k, keys), (v, keys)):
+        t[~there] = math.nan
+    got = gradients_of(q, k, v, dout, **given)
+    wrong = [alike(got, want)]
+    for t, there in zip(got, (rows, keys, keys), strict=True):
+        if t[~there].count_nonzero():
+            wrong.append(f"D{d}, {given}: gradients of what is not seen are not 0")
     return "; ".join(filter(None, wrong))
 
 
@@ -1026,7 +1083,7 @@ def what_gradients_take(problem: Problem, wanted: tuple[str, ...]) -> tuple[Any,
     plan, ragged = hopper._backward_plan(problem, wanted), problem.packed is not None
     if problem.packed is None:
         first, last = hopper._seen_keys(problem)
-        ragged = (last - first) % plan.keys != 0
+        ragged = problem.key_range is None and (last - first) % plan.keys != 0
     widths = (problem.q.shape[-1], problem.v.shape[-1])
     return (
         what_it_takes(problem),

@@ -371,10 +371,17 @@ class _Pointer:
         assert isinstance(self.at, Tensor)
         self.t.view(-1)[self.at[mask]] = numbers[mask].to(self.t.dtype)
 
-    def load(self, mask: bool = True, other: int = 0) -> Any:
-        """A number; of floats, a tensor without dimensions."""
-        assert not mask or 0 <= self.at < self.t.numel()
-        number = self.t.flatten()[self.at] if mask else torch.tensor(other)
+    def load(self, mask: bool | Tensor = True, other: int = 0) -> Any:
+        """A number; of floats, a tensor without dimensions; or many numbers."""
+        strides = zip(self.t.shape, self.t.stride(), strict=True)
+        extent = 1 + sum((n - 1) * step for n, step in strides)
+        memory = self.t.as_strided((extent,), (1,))
+        if isinstance(self.at, Tensor):
+            wanted = torch.as_tensor(mask).expand(self.at.shape)
+            assert ((self.at >= 0) & (self.at < extent))[wanted].all()
+            return torch.where(wanted, memory[torch.where(wanted, self.at, 0)], other)
+        assert not mask or 0 <= self.at < extent
+        number = memory[self.at] if mask else torch.tensor(other)
         return number if self.t.is_floating_point() else Number(int(number))
 
 
@@ -464,13 +471,15 @@ def language(program: Callable[[], Program]) -> Any:
         load=lambda pointer, mask=True, other=0: pointer.load(mask, other),
         store=lambda pointer, numbers, mask: pointer.store(numbers, mask),
         sum=lambda x, axis: x.sum(axis),
+        min=lambda x, axis: Number(int(x.min())),
+        max=lambda x, axis: Number(int(x.max())),
         exp2=torch.exp2,
         convert_layout=lambda x, layout, assert_trivial=False: x,
         allocate_shared_memory=allocate,
         static_range=range,
         warp_specialize=lambda jobs, warps, registers: program().run(jobs),
         math=types.SimpleNamespace(exp2=torch.exp2),
-        **dict.fromkeys(("SliceLayout", "NVMMASharedLayout"), lambda *given: None),
+        **dict.fromkeys(("SliceLayout", "NVMMASharedLayout", "BlockedLayout"), lambda *given: None),
         **{"int32": torch.int32, "int64": torch.int64, "float32": torch.float32},
     )
 
@@ -525,6 +534,8 @@ def _globals(program: Callable[[], Program]) -> dict[str, Any]:
         "split_columns": split_columns,
         "pack": lambda p, dtype: p,
         "unpack": lambda pairs, dtype, layout: pairs,
+        "marked": lambda chosen, like: chosen,
+        "unmarked": lambda marks, like: marks,
         "partial_row_sums": lambda p: p.sum(1, keepdim=True),
         "load_pairs": lambda buffer, group: buffer.slice(64 * group, 64).load(None),
         "keep": lambda x: x,
@@ -579,6 +590,7 @@ def emulating(seed: int = 0, **instead: Callable[..., Any]) -> Iterator[None]:
         "delta_kernel": delta_kernel,
         "rows_kernel": rows_kernel,
         "schedule_kernel": schedule_kernel,
+        "ranges_kernel": ranges_kernel,
     }
 
     def launch(kernel: Any, programs: int, device: Any, *given: Any, **options: Any) -> None:
@@ -713,3 +725,32 @@ def schedule_kernel(
     order = sorted(range(count + 1), key=lambda number: (-walks[number], number))
     tiles = [-(-lengths[number] // rows) for number in order]
     schedule.copy_(torch.tensor([0, *itertools.accumulate(tiles), *order]))
+
+
+def ranges_kernel(
+    programs: int,
+    ranges: Tensor,
+    ends: Tensor,
+    rows: int,
+    keys: int,
+    block_q: int,
+    block_k: int,
+    chunk: int,
+) -> None:
+    """The last blocks one after the other that see all of a tile, of those that see some."""
+    assert programs == ranges.shape[0] * ranges.shape[1]
+    for batch, tile in itertools.product(*map(range, ranges.shape[:2])):
+        lo, hi = ends[batch]
+        start, end = tile * block_k, (tile + 1) * block_k
+        past = torch.arange(len(lo)) >= rows
+        some = ~past & (lo < hi.clamp(max=end)) & (hi > start)
+        some = some.view(-1, block_q).any(1).nonzero().flatten().tolist() or [
+            len(lo) // block_q - 1
+        ]
+        all = (past | ((lo <= start) & (hi >= end))).view(-1, block_q).all(1).tolist()
+        full_last = max((n + 1 for n in range(len(all)) if all[n]), default=some[0])
+        full_first = full_last
+        while full_first > some[0] and all[full_first - 1]:
+            full_first -= 1
+        found = (some[0], full_first, full_last, some[-1] + 1)
+        ranges[batch, tile] = torch.tensor(found) * block_q

@@ -122,22 +122,21 @@ def test_packed_is_served_and_pages_are_not():
     assert hopper.unsupported(paged)[1:] == ["pages: not served"]
 
 
-def test_values_that_no_row_sees_are_zeros():
-    q, k, v = (torch.ones(2, n, 2, 8) for n in (5, 9, 9))
+def test_what_a_key_range_hides_is_known():
+    q, k = torch.ones(2, 5, 2, 8), torch.ones(2, 9, 2, 8)
     start = torch.tensor([[0, 0, 7, 3, 8], [4, 4, 4, 9, 20]])
     end = torch.tensor([[2, 1, 9, 3, 8], [6, 5, 3, 99, 30]])
-    v[:, 4] = float("nan")
-    problem = problem_of(q, k, v, key_range=(start, end))
-    kept = hopper._seen_values(problem)
+    problem = problem_of(q, k, k, key_range=(start, end))
     lo, hi = problem.interval(0, 5)
-    keys = torch.arange(9)[:, None]
-    seen = ((lo[:, None] <= keys) & (keys < hi[:, None])).any(-1)
-    assert seen.sum(1).tolist() == [4, 2]
-    assert (kept[~seen] == 0).all()
-    assert torch.equal(kept[seen].isnan(), v[seen].isnan())
-    assert (kept[seen].nan_to_num(1) == 1).all()
-    problem = problem_of(q, k, v, key_range=(start[:1, :1], end[:1, :1]), causal=True)
-    assert hopper._seen_values(problem)[:, :, 0, 0].tolist() == [[1.0, 1.0] + 7 * [0.0]] * 2
+    pairs = (lo[..., None] <= torch.arange(9)) & (torch.arange(9) < hi[..., None])
+    rows, keys = hidden.seen_tokens(problem)
+    assert torch.equal(rows, pairs.any(2))
+    assert torch.equal(keys, pairs.any(1))
+    assert (rows.sum(1).tolist(), keys.sum(1).tolist()) == ([3, 2], [4, 2])
+    problem = problem_of(q, k, k, key_range=(start[:1, :1], end[:1, :1]), causal=True)
+    rows, keys = hidden.seen_tokens(problem)
+    assert rows.all()
+    assert keys.tolist() == [[True, True] + 7 * [False]] * 2
 
 
 def test_a_clipped_view_begins_and_ends_anywhere():
@@ -182,17 +181,6 @@ def test_explained_where_there_is_no_such_gpu():
     [
         ({"d": 60, "dv": 64}, {}, "the head dim of q must be a multiple of 8, got 60"),
         ({"dv": 252}, {}, "the head dim of v must be a multiple of 8, got 252"),
-        (
-            {},
-            {"alibi_slopes": torch.ones(4, requires_grad=True)},
-            "alibi_slopes: their own gradient is not served",
-        ),
-        (
-            {"d": 136},
-            {"alibi_slopes": torch.ones(4)},
-            "alibi_slopes: not served for head dims above 128",
-        ),
-        ({}, {"key_range": (0, torch.full((2, 1), 9))}, "key_range: not served"),
     ],
 )
 def test_gradients_left_to_triton(shape, options, reason):
@@ -201,22 +189,15 @@ def test_gradients_left_to_triton(shape, options, reason):
     assert hopper.config(problem)["gradients"] == f"by triton ({reason})"
 
 
-def test_gradients_of_slopes_only_if_wanted():
+@pytest.mark.parametrize("name", ["alibi_slopes", "sinks"])
+def test_gradients_of_scores_take_a_kernel_of_their_own_only_if_wanted(name):
     """Of the backward pass it is known which are."""
-    problem = problem_of(*tensors(), alibi_slopes=torch.ones(4, requires_grad=True))
-    assert hopper._backward_unsupported(problem, ("alibi_slopes",))
-    assert not hopper._backward_unsupported(problem, ("sinks",))
-    problem = problem_of(*tensors(), alibi_slopes=torch.ones(4))
-    assert hopper.config(problem)["gradients"] == "by hopper"
-
-
-def test_gradients_of_sinks_take_a_kernel_of_their_own_only_if_wanted():
-    problem = problem_of(*tensors(), sinks=torch.ones(4, requires_grad=True))
+    problem = problem_of(*tensors(), **{name: torch.ones(4, requires_grad=True)})
     assert hopper.config(problem)["gradients"] == "by hopper"
     assert not hopper._backward_plan(problem).summed
-    assert not hopper._backward_plan(problem, ("sinks",)).summed
+    assert not hopper._backward_plan(problem, (name,)).summed
     assert hopper._backward_plan(problem, ()).summed
-    assert hopper._backward_plan(problem_of(*tensors(), sinks=torch.ones(4))).summed
+    assert hopper._backward_plan(problem_of(*tensors(), **{name: torch.ones(4)})).summed
 
 
 @pytest.mark.parametrize("d", [8, 64, 128, 136, 256])
@@ -382,6 +363,7 @@ def test_walk(keys):
 CU = torch.tensor([0, 100, 300])
 PACKED = {"cu_seqlens_q": CU, "cu_seqlens_k": CU}
 UNEQUAL = {"cu_seqlens_q": CU, "cu_seqlens_k": CU.clone()}
+RANGES = (torch.zeros(4, 1).int(), torch.full((4, 1), 150).int())
 
 
 @pytest.mark.parametrize(
@@ -521,6 +503,10 @@ def test_barriers_have_memory_of_their_own(d, options):
         ({"sq": 300, "d": 64}, {"causal": True, **UNEQUAL}, 0),
         ({"sq": 512, "sk": 512}, {"causal": True, "alibi_slopes": torch.ones(4)}, 200),
         ({"sq": 512, "sk": 512, "d": 64}, {"alibi_slopes": torch.ones(4, 4)}, 0),
+        ({"sq": 300}, {"causal": True, "alibi_slopes": torch.ones(2, 4), **PACKED}, 480),
+        # Where each row has a range, most of it in the loops for edges.
+        ({}, {"key_range": RANGES}, 600),
+        ({"d": 64, "dtype": torch.float16}, {"key_range": RANGES, "causal": True}, 24),
     ],
 )
 def test_the_backward_pass_compiles(shape, options, spilled):
@@ -528,7 +514,7 @@ def test_the_backward_pass_compiles(shape, options, spilled):
     if "cu_seqlens_q" in options:
         q, k, v = q[0], k[0], v[0]
     problem = problem_of(q, k, v, **options)
-    assert not hopper._backward_unsupported(problem, ())
+    assert not hopper._backward_unsupported(problem)
     target = compiling.cuda_target(90)
     *_, kernel, rows = compiling.compile_problem(problem, target, backend="hopper", wanted=())
     assert overwritten(sass(kernel)) == []
@@ -552,6 +538,7 @@ def test_the_backward_pass_compiles(shape, options, spilled):
         # All of it in the block of keys that is cut short, once a tile.
         ({"d": 96, "dv": 40}, {"alibi_slopes": torch.ones(4)}, 1024),
         ({"sq": 300}, {"causal": True, **PACKED}, 24),
+        ({}, {"key_range": RANGES, "causal": True}, 24),
     ],
 )
 def test_the_deterministic_backward_pass_compiles(shape, options, spilled):
@@ -572,6 +559,20 @@ def test_the_deterministic_backward_pass_compiles(shape, options, spilled):
 def test_the_backward_pass_with_a_gradient_of_sinks_compiles(of_keys, shape, options, spilled):
     options = {**options, "sinks": torch.ones(4)}
     compiled_by_two_kernels(of_keys, shape, options, spilled, wanted=("sinks",))
+
+
+@pytest.mark.parametrize(
+    ("of_keys", "shape", "options", "spilled"),
+    [
+        ("_backward_kernel", {"sq": 512, "sk": 512}, {"causal": True}, 128),
+        ("_backward_kernel", {"d": 64}, {"sinks": torch.ones(4)}, 128),
+        ("_wide_keys_kernel", {"d": 256}, {"key_range": RANGES, "softcap": 9.0}, 400),
+    ],
+)
+def test_the_backward_pass_with_a_gradient_of_slopes_compiles(of_keys, shape, options, spilled):
+    options = {**options, "alibi_slopes": torch.ones(4)}
+    wanted = tuple(options.keys() & {"alibi_slopes", "sinks"})
+    compiled_by_two_kernels(of_keys, shape, options, spilled, wanted=wanted)
 
 
 @pytest.mark.parametrize(

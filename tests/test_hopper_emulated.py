@@ -61,14 +61,14 @@ def check(
     wanted = reference.backward(exact, result, dout.double(), exact_dlse, of_scores)
     rows, keys = seen(exact)
     for t, there in ((q, rows), (dout, rows), (k, keys), (v, keys)):
-        t[:, ~there] = NAN
+        t[~there] = NAN
     if dlse is not None and exact.scores.sinks is None:
-        dlse[..., ~rows] = NAN
+        dlse.transpose(1, 2)[~rows] = NAN
     result = result._replace(lse=result.lse.float())
     q, k, v, dout = map(laid_out, (q, k, v, dout))
     got = emulator.backward(problem_of(q, k, v, **options), result, dout, dlse, seed, of_scores)
     for found, there in ((got.q, rows), (got.k, keys), (got.v, keys)):
-        assert (found[:, ~there] == 0).all()
+        assert (found[~there] == 0).all()
     compare(got, wanted)
 
 
@@ -78,18 +78,27 @@ def compare(got: Gradients, wanted: Gradients) -> None:
         # What is stored is rounded to bfloat16; delta, and the sums of dq, to float32.
         room = 2**-8 * want.abs() + 1e-4 * want.abs().max() + 2e-5
         assert ((found.double() - want).abs() <= room).all(), name
-    found, want = got.scores.sinks, wanted.scores.sinks
-    assert (found is None) == (want is None)
-    if found is not None:
-        assert ((found - want).abs() <= 1e-4 + 1e-5 * want.abs()).all()
+    for name in ("alibi_slopes", "sinks"):
+        found, want = (getattr(g.scores, name) for g in (got, wanted))
+        assert (found is None) == (want is None)
+        if found is not None:
+            room = 1e-4 + 1e-5 * want.abs().max()
+            assert ((found - want).abs() <= room).all(), name
 
 
 def seen(problem: Problem) -> tuple[Tensor, Tensor]:
-    """Which rows see a key, and which keys are seen."""
-    lo, hi = (t[0] for t in problem.interval(0, problem.q.shape[1]))
-    keys = torch.arange(problem.k.shape[1])
-    pairs = (keys >= lo[:, None]) & (keys < hi[:, None])
-    return pairs.any(1), pairs.any(0)
+    """Which rows see a key, and which keys are seen: (B, S) each."""
+    b, sq, sk = problem.q.shape[0], problem.q.shape[1], problem.k.shape[1]
+    lo, hi = (t.expand(b, -1)[..., None] for t in problem.interval(0, sq))
+    pairs = (torch.arange(sk) >= lo) & (torch.arange(sk) < hi)
+    return pairs.any(2), pairs.any(1)
+
+
+def documents(*lengths: int) -> tuple[Tensor, Tensor]:
+    """A key_range (1, S) of documents one after the other, each of which sees itself alone."""
+    ends = torch.tensor([*itertools.accumulate(lengths)])
+    numbers = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    return (ends - torch.tensor(lengths))[numbers][None], ends[numbers][None]
 
 
 @pytest.mark.parametrize(
@@ -124,10 +133,66 @@ def test_gradients(
     check(shape, sum(shape) + of_lse, of_lse, deterministic=deterministic, **options)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        (Shape(sq=700, sk=700), {"key_range": documents(3, 130, 300, 1, 200, 66)}),
+        (Shape(sq=700, sk=700, d=128), {"key_range": documents(420, 280), "causal": True}),
+        (Shape(sq=300, sk=300, d=128, dv=128), {"key_range": documents(*100 * (3,))}),
+        (Shape(sq=300, sk=300, d=192), {"key_range": documents(130, 1, 169), "softcap": 3.0}),
+        (Shape(sq=200, sk=300, d=256, dv=256), {"key_range": (70, 131), "causal": True}),
+        # None sees keys 140 … 150; rows 3 … see nothing.
+        (
+            Shape(2, 150, 150, 4, 2),
+            {"key_range": (torch.tensor([[0], [151]]), torch.tensor([[140], [999]]))},
+        ),
+        (Shape(sq=130, sk=500, hq=6, hkv=2), {"key_range": (-5, 10**12), "window_size": (70, 5)}),
+        (
+            Shape(sq=200, sk=200),
+            {"key_range": documents(90, 110), "alibi_slopes": torch.ones(2), "causal": True},
+        ),
+    ],
+)
+def test_key_range(shape: Shape, options: dict[str, Any], deterministic: bool) -> None:
+    start, end = map(torch.as_tensor, options["key_range"])
+    options = {**options, "key_range": (start, end), "deterministic": deterministic}
+    check(shape, sum(shape), True, **options)
+    if not deterministic:
+        options = {
+            "alibi_slopes": torch.rand(shape.hq) / 9,
+            "sinks": torch.ones(shape.hq),
+            **options,
+        }
+        check(shape, 1, True, of_scores=("alibi_slopes", "sinks"), **options)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_key_range(seed: int) -> None:
+    """Drawn row by row: between what rows see lies what they do not."""
+    dice = random.Random(seed)
+    torch.manual_seed(seed)
+    for number in range(4):
+        b, hkv = dice.choice((1, 2)), dice.choice((1, 2))
+        d, dv = (dice.choice((64, 64, 128, 136)) for _ in range(2))
+        sq, sk = (dice.choice((1, 63, 64, 65, 130, 200)) for _ in range(2))
+        shape = Shape(b, sq, sk, hkv * dice.choice((1, 2)), hkv, d, dv)
+        start = torch.randint(-5, sk, (dice.choice((1, b)), dice.choice((1, sq))))
+        longest = dice.choice((1, 5, 80, 300))
+        options = {
+            "key_range": (start, start + torch.randint(-2, longest, start.shape)),
+            "window_size": dice.choice(((None, None), (None, 0), (70, 30))),
+            "align": dice.choice(("top-left", "bottom-right")),
+            "deterministic": dice.random() < 0.4,
+        }
+        check(shape, 100 * seed + number, dice.random() < 0.5, **options)
+
+
 @pytest.mark.parametrize(
     ("shape", "options"),
     [
         (Shape(hq=4, hkv=2), {"alibi_slopes": torch.tensor([0.5, 0.1, 0.0, -0.2])}),
+        (Shape(sq=150, d=192, dv=256), {"alibi_slopes": torch.tensor([[0.5, -0.1]])}),
         (Shape(b=2, sq=150), {"alibi_slopes": torch.rand(2, 2), "causal": True, "softcap": 3.0}),
         (Shape(b=2, hq=4), {"sinks": torch.tensor([0.5, -2.0, 90.0, 1.0])}),
         (Shape(sq=300, sk=100), {"sinks": torch.tensor([1.0, 3.0]), "causal": True}),
@@ -165,33 +230,59 @@ def test_gradients_of_sinks(shape: Shape, options: dict[str, Any], of_lse: bool)
     check(shape, sum(shape), of_lse, of_scores=("sinks",), **options)
 
 
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        (Shape(b=2, hq=4), {"alibi_slopes": torch.tensor([0.5, 0.1, 0.0, -0.01])}),
+        (Shape(2, 300, 100, 2, 2, dv=128), {"alibi_slopes": torch.rand(2, 2), "causal": True}),
+        (
+            Shape(sq=100),
+            {"alibi_slopes": torch.rand(2), "window_size": (5, 3), "align": "top-left"},
+        ),
+        (Shape(d=192, hq=6, hkv=2), {"alibi_slopes": torch.rand(6), "softcap": 3.0}),
+        (
+            Shape(d=128, dv=128, sq=200, sk=200),
+            {"sinks": torch.ones(2), "alibi_slopes": torch.rand(1, 2), "window_size": (60, 3)},
+        ),
+    ],
+)
+@pytest.mark.parametrize("of_lse", [False, True])
+def test_gradients_of_slopes(shape: Shape, options: dict[str, Any], of_lse: bool) -> None:
+    check(shape, sum(shape), of_lse, of_scores=("alibi_slopes",), **options)
+    if "sinks" in options:
+        check(shape, sum(shape), of_lse, of_scores=("alibi_slopes", "sinks"), **options)
+
+
+@pytest.mark.parametrize("name", ["alibi_slopes", "sinks"])
 @pytest.mark.parametrize("packed", [False, True])
-def test_gradients_of_sinks_do_not_show_how_out_was_rounded(packed: bool) -> None:
+def test_gradients_of_scores_do_not_show_how_out_was_rounded(packed: bool, name: str) -> None:
     """As they would, were it not for the sums of dS."""
     torch.manual_seed(0)
     q, k, v, dout = tensors(Shape(sq=1000, sk=1000))
     v, dout = v / 8 + 3, dout / 8 + 1
     v, dout = v.bfloat16(), dout.bfloat16()
-    options: dict[str, Any] = {"sinks": torch.tensor([1.0, 2.0]), "causal": True}
+    given = {"alibi_slopes": torch.tensor([0.002, 0.01]), "sinks": torch.tensor([1.0, 2.0])}
+    options: dict[str, Any] = {name: given[name], "causal": True}
     if packed:
         q, k, v, dout = q[0], k[0], v[0], dout[0]
         cu = torch.tensor([0, 700, 1000], dtype=torch.int32)
         options |= {"cu_seqlens_q": cu, "cu_seqlens_k": cu}
     exact = problem_of(q.double(), k.double(), v.double(), **options)
     result = reference.forward(exact)
-    wanted = reference.backward(exact, result, dout.double(), None, ("sinks",))
+    wanted = reference.backward(exact, result, dout.double(), None, (name,))
     rounded = result._replace(out=result.out.bfloat16(), lse=result.lse.float())
     problem = problem_of(q, k, v, **options)
 
     def error(**instead: Callable[..., Any]) -> float:
-        got = emulator.backward(problem, rounded, dout, None, 0, ("sinks",), **instead)
-        assert got.scores.sinks is not None
-        assert wanted.scores.sinks is not None
-        off = (got.scores.sinks - wanted.scores.sinks).abs().max()
-        return float(off / wanted.scores.sinks.abs().max())
+        got = emulator.backward(problem, rounded, dout, None, 0, (name,), **instead)
+        found, want = (getattr(g.scores, name) for g in (got, wanted))
+        return float((found - want).abs().max() / want.abs().max())
 
     assert error() <= 1e-5
-    assert error(partial_row_sums=lambda p: p[:, :1] * 0) > 1e-4
+    # Without what corrects it: Σ dS; or by distance Σ P, which alone has no negative terms.
+    signed = name == "alibi_slopes"
+    left = lambda p: p.sum(1, keepdim=True) * (signed and bool((p < 0).any()))  # noqa: E731
+    assert error(partial_row_sums=left) > 1e-4
 
 
 @pytest.mark.parametrize(
@@ -293,9 +384,21 @@ def test_packed_sinks() -> None:
     check_packed((70, 0, 130), None, 3, 64, 64, causal=True, sinks=torch.randn(4))
 
 
+@pytest.mark.parametrize(("d", "deterministic"), [(64, False), (128, True), (256, False)])
+@pytest.mark.parametrize("slopes", [torch.rand(4), torch.rand(7, 4)])
+def test_packed_slopes(slopes: Tensor, d: int, deterministic: bool) -> None:
+    options = {"alibi_slopes": slopes, "deterministic": deterministic}
+    check_packed((130, 1, 0, 64, 200, 0, 65), None, 3, d, 64, **options)
+    others = (3, 200, 70, 0, 130, 0, 64)
+    check_packed((130, 1, 0, 64, 200, 0, 65), others, 3, d, 64, causal=True, **options)
+
+
 def test_what_sees_nothing_has_to_be_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper, "with_zeros", lambda problem, dout, dlse, *_: (problem, dout, dlse))
+    hidden_at_ends = (torch.full((1, 200), 70), torch.full((1, 200), 131))
     for deterministic in (False, True):
+        with pytest.raises(AssertionError):
+            check(Shape(sq=200), 0, key_range=hidden_at_ends, deterministic=deterministic)
         with pytest.raises(AssertionError):
             check_packed((130, 40), (3, 200), 0, 64, 64, causal=True, deterministic=deterministic)
 
@@ -309,7 +412,7 @@ def check_packed(
     **options: Any,
 ) -> None:
     """Sequences side by side, of k of `others` lengths if given, with NaN in tokens past the last, and
-    wherever no row sees a key or no key is seen. Sinks have a gradient."""
+    wherever no row sees a key or no key is seen. Slopes and sinks have a gradient."""
     torch.manual_seed(len(lengths))
     cu_q = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
     cu_k = cu_q
@@ -321,25 +424,26 @@ def check_packed(
     exact = problem_of(q.double(), k.double(), v.double(), **options)
     result = reference.forward(exact)
     dlse = torch.randn(result.lse.shape)
-    wanted = reference.backward(exact, result, dout.double(), dlse.double(), ("sinks",))
+    of_scores = ("alibi_slopes", "sinks")
+    wanted = reference.backward(exact, result, dout.double(), dlse.double(), of_scores)
     rows, keys = (torch.zeros(len(t), dtype=torch.bool) for t in (q, k))
     for sequence in sequences(exact):
         assert sequence.queries is not None
         assert sequence.keys is not None
-        rows[sequence.queries], keys[sequence.keys] = seen(sequence.problem)
+        rows[sequence.queries], keys[sequence.keys] = (t[0] for t in seen(sequence.problem))
     for t, there in ((q, rows), (dout, rows), (k, keys), (v, keys)):
         t[~there] = NAN
     real = torch.arange(len(q)) < cu_q[-1]
     dlse.T[~(rows if exact.scores.sinks is None else real)] = NAN
     result = result._replace(lse=result.lse.float())
     problem = problem_of(q, k, v, **options)
-    assert not hopper._backward_unsupported(problem, ("sinks",))
+    assert not hopper._backward_unsupported(problem)
     there = hidden.seen_tokens(problem)
     assert (there is None) == (others is None)
     if there is not None:
         assert torch.equal(there[0], rows)
         assert torch.equal(there[1], keys)
-    got = emulator.backward(problem, result, dout, dlse, past, ("sinks",))
+    got = emulator.backward(problem, result, dout, dlse, past, of_scores)
     for found, there in ((got.q, rows), (got.k, keys), (got.v, keys)):
         assert (found[~there] == 0).all()
     compare(got, wanted)

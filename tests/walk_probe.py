@@ -17,14 +17,16 @@ from interpreter import _hasten
 from triton.runtime import interpreter as runtime
 
 from tilewise.arguments import problem_of
-from tilewise.backends import hopper
+from tilewise.backends import hidden, hopper
 from tilewise.backends.triton import fill_stats
 from tilewise.kernels import twins
 from tilewise.kernels.hopper_backward import rows_kernel
+from tilewise.kernels.hopper_schedule import ranges_kernel
 from tilewise.kernels.hopper_walk import (
     KeysWalk,
     all_take_the_last,
     blocks_of,
+    pairs_in_ranges,
     pairs_seen,
     tiles_per_head,
     work_of,
@@ -191,6 +193,20 @@ def pairs_kernel(out, spec, walk, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, 
         tl.store(out + keys[:, None] * ROWS + i + columns[None, :], seen.to(tl.int8))
 
 
+@triton.jit
+def range_pairs_kernel(
+    out, spec, walk, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr
+):
+    """out: [batch, keys rounded up to tiles, ROWS]."""
+    work = work_of_keys(tl.program_id(0), walk, spec, BLOCK_Q, BLOCK_K, False)
+    keys = work.at.tile_start + tl.arange(0, BLOCK_K)
+    columns = tl.arange(0, BLOCK_Q)
+    out += work.at.batch * (tl.cdiv(work.at.sk, BLOCK_K) * BLOCK_K * ROWS)
+    for i in range(0, ROWS, BLOCK_Q):
+        seen = pairs_in_ranges(keys, i + columns, work.at, walk)
+        tl.store(out + keys[:, None] * ROWS + i + columns[None, :], seen.to(tl.int8))
+
+
 BLOCK_Q = 8
 
 
@@ -231,7 +247,7 @@ def check_keys(
     seen = seen[rows, keys]
     n_rows, n_keys = seen.shape
     got = torch.full((-(-n_keys // BLOCK_K) * b * kv_heads, 11), -1, dtype=torch.int32)
-    walk = KeysWalk(b * kv_heads, together, offset, None, None)
+    walk = KeysWalk(b * kv_heads, together, offset, None, None, None, None)
     keys_walk_kernel[(len(got),)](got, spec, walk, BLOCK_Q, BLOCK_K, n_keys % BLOCK_K != 0)
     wanted = set(itertools.product(range(b), range(kv_heads), range(0, n_keys, BLOCK_K)))
     assert sorted(map(tuple, got[:, :3].tolist())) == sorted(wanted), "each tile once"
@@ -251,6 +267,51 @@ def check_keys(
         assert first_block == batch * heads * per_head
 
 
+def check_ranges(b: int, sq: int, sk: int, chunk: int, **options: object) -> None:
+    """The walk over the queries of each tile of keys, where rows have a key_range."""
+    q, k = torch.empty(b, sq, 4, 8), torch.empty(b, sk, 2, 8)
+    problem = problem_of(q, k, k, **options)
+    ends = torch.stack(hidden.seen_intervals(problem), 1).int()
+    ends = torch.nn.functional.pad(ends, (0, -sq % BLOCK_Q))
+    tiles = -(-sk // BLOCK_K)
+    ranges = torch.full((b, tiles, 4), -1, dtype=torch.int32)
+    ranges_kernel[(b * tiles,)](ranges, ends, sq, sk, BLOCK_Q, BLOCK_K, chunk)
+    spec = twins.spec(problem)
+    walk = KeysWalk(b * 2, 1, 0, ends, ranges, None, None)
+    got = torch.full((tiles * b * 2, 11), -1, dtype=torch.int32)
+    keys_walk_kernel[(len(got),)](got, spec, walk, BLOCK_Q, BLOCK_K, False)
+    lo, hi = (t[:, :sq, None] for t in ends.unbind(1))
+    seen = (torch.arange(sk) >= lo) & (torch.arange(sk) < hi)
+    lines = -(-sq // BLOCK_Q)
+    for number, (batch, head, start, *blocks) in enumerate(got[:, :7].tolist()):
+        assert (batch, head, start) == (
+            number // tiles // 2,
+            number // tiles % 2,
+            number % tiles * BLOCK_K,
+        )
+        check_blocks(seen[batch], start, blocks)
+        first, full_first, full_last, last = blocks
+        part = seen[batch, :, start : start + BLOCK_K]
+        some = part.any(1).nonzero().flatten()
+        if len(some):
+            assert (first, last) == (
+                some[0] // BLOCK_Q * BLOCK_Q,
+                (some[-1] // BLOCK_Q + 1) * BLOCK_Q,
+            )
+        full = part.all(1) & (start + BLOCK_K <= sk)
+        full = (
+            torch.nn.functional.pad(full, (0, -sq % BLOCK_Q), value=True).view(-1, BLOCK_Q).all(1)
+        )
+        if full.any():
+            assert full_last == (full.nonzero()[-1] + 1) * BLOCK_Q
+            assert full_first == first or not full[full_first // BLOCK_Q - 1]
+    room = lines * BLOCK_Q
+    pairs = torch.full((b, tiles * BLOCK_K, room), -1, dtype=torch.int8)
+    range_pairs_kernel[(len(got),)](pairs, spec, walk, BLOCK_Q, BLOCK_K, room)
+    assert torch.equal(pairs[:, :sk, :sq].transpose(1, 2) == 1, seen)
+    assert not pairs[:, sk:].any()
+
+
 def check_packed_keys(
     lengths: tuple[int, ...], rows: tuple[int, ...], past: int, **options: object
 ) -> None:
@@ -261,7 +322,7 @@ def check_packed_keys(
     problem = problem_of(q, k, k, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, **options)
     spec = twins.spec(problem)
     schedule = hopper._schedule(k, spec, BLOCK_K, True)
-    walk = KeysWalk(kv_heads, 1, 0, schedule, len(lengths).bit_length())
+    walk = KeysWalk(kv_heads, 1, 0, None, None, schedule, len(lengths).bit_length())
     most = twins.most_tiles(problem, k, BLOCK_K) * kv_heads
     got = torch.full((most, 11), -1, dtype=torch.int32)
     keys_walk_kernel[(most,)](got, spec, walk, BLOCK_Q, BLOCK_K, True)
@@ -452,6 +513,13 @@ def main() -> None:
             start = torch.randint(-5, sk, (b, rows))
             key_range = (start, start + torch.randint(-2, longest, (b, rows)))
             check(b, sq, sk, 1, 1, 2, key_range=key_range, **options)
+            check_ranges(b, sq, sk, 16, key_range=key_range, **options)
+    documents = torch.tensor([0] * 30 + [30] * 50 + [80] * 20 + [100] * 30)[None]
+    ends = torch.tensor([30] * 30 + [80] * 50 + [100] * 20 + [130] * 30)[None]
+    for chunk in (8, 32, 1024):
+        check_ranges(1, 130, 130, chunk, key_range=(documents, ends))
+        check_ranges(2, 130, 130, chunk, key_range=(documents, ends), causal=True)
+        check_ranges(1, 40, 100, chunk, key_range=(torch.full((1, 40), 100), ends[:, :40]))
     for lengths_q, lengths_k, past in (
         ((5,), (5,), 0),
         ((40, 1, 0, 100, 17), (40, 1, 0, 100, 17), 3),

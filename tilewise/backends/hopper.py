@@ -6,9 +6,9 @@ order that is made on the device (kernels/hopper_schedule.py). The backward pass
 order (kernels/hopper_backward.py). Where it has to be deterministic, or head dims are above 128, dQ has a
 kernel of its own (kernels/hopper_backward_queries.py; kernels/hopper_backward_wide.py has dK's and dV's):
 nothing is added up in memory, and the bits of all gradients are the same in every run. It is also where the
-gradient of sinks comes from. Where packed q and k have lengths of their own, the backward pass works on
-copies with zeros where nothing is seen (backends/hidden.py). What these kernels do not take is left to the
-Triton backend.
+gradients of slopes and sinks come from. Where packed q and k have lengths of their own, or rows a key_range,
+the backward pass works on copies with zeros where nothing is seen (backends/hidden.py). What these kernels do
+not take is left to the Triton backend.
 
 As there, a NaN or Inf in a key or value that some rows see may reach rows that do not see it, here those
 whose tile shares a block of keys with it; in the backward pass one in a row of q or dout may likewise reach
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from tilewise.backends import triton
-from tilewise.backends.hidden import seen_tokens, with_zeros
+from tilewise.backends.hidden import seen_intervals, seen_tokens, with_zeros
 from tilewise.kernels import twins
 from tilewise.kernels.launch import current, launch
 from tilewise.results import SCORE_NAMES, Gradients, Result, nothing, result_shapes
@@ -282,8 +282,10 @@ def forward(problem: Problem) -> Result:
     if problem.packed is None:
         first, last = _seen_keys(problem)
         k, v = k[:, first:last], v[:, first:last]
-        if problem.key_range is not None:
-            v = _seen_values(problem)
+        seen = seen_tokens(problem)
+        if seen is not None:
+            # Between the keys that a tile sees may be some that no row sees, and 0 · NaN is NaN.
+            v = torch.where(seen[1][..., None, None], v, 0)
         ragged = (last - first) % plan.block_k != 0
     view = _view if problem.packed is None else _clipped
     rows = _GROUP_ROWS // plan.heads
@@ -313,11 +315,11 @@ def backward(
     dlse: Tensor | None,
     wanted: Collection[str] = SCORE_NAMES,
 ) -> Gradients:
-    """Gradients of q, k, v and sinks; and whatever the Triton backend gives, of what is left to it."""
-    if _backward_unsupported(problem, wanted):
+    """Gradients of q, k, v, slopes and sinks."""
+    if _backward_unsupported(problem):
         return triton.backward(problem, result, dout, dlse, wanted)
     plan, packed, whole_dlse = _backward_plan(problem, wanted), problem.packed, dlse
-    seen = None if packed is None else seen_tokens(problem)
+    seen = seen_tokens(problem)
     if seen is not None:
         problem, dout, dlse = with_zeros(problem, dout, dlse, *seen)
     rows, keys, spec, walk = _walk_of_keys(problem, plan)
@@ -329,11 +331,10 @@ def backward(
         for whole, part in zip(problem[:3], (q, k, v), strict=True)
     )
     tiles = twins.most_tiles(problem, q, plan.block_q) * q.shape[-2]
-    sums = shares = None
+    sums = None
     if plan.summed:
         sums = q.new_empty(tiles * plan.block_q * plan.d, dtype=torch.float32)
-    if "sinks" in _wanted(problem, wanted):
-        shares = lse.new_empty(lse.shape)
+    shares = {name: lse.new_empty(lse.shape) for name in _wanted(problem, wanted)}
     room = tiles // lse.shape[:-1].numel() * plan.block_q
     base, delta = (lse.new_empty((*lse.shape[:-1], room)) for _ in "12")
     dlse = None if dlse is None else dlse[..., rows]
@@ -357,17 +358,23 @@ def backward(
         of_keys,
         dq[..., rows, :, :],
         twins.most_tiles(problem, k, plan.keys) * k.shape[-2],
-        packed is not None or k.shape[1] % plan.keys != 0,
+        packed is not None or (seen is None and k.shape[1] % plan.keys != 0),
         spec,
         walk,
     )
     _launch_keys(plan, parts, sums)
     if sums is None:
-        _launch_queries(problem, plan, parts, shares)
+        _launch_queries(problem, plan, parts, shares, dlse)
     else:
         _launch_rows(plan, parts, sums)
-    dsinks = None if shares is None else _sink_gradient(problem, shares, result.lse, whole_dlse)
-    return Gradients(dq, dk, dv, Scores(problem.scores.scale, sinks=dsinks)).finished(problem)
+    of_scores = Scores(problem.scores.scale)
+    if "alibi_slopes" in shares:
+        of_slopes = triton.slope_gradient(problem, shares["alibi_slopes"])
+        of_scores = of_scores._replace(alibi_slopes=of_slopes)
+    if "sinks" in shares:
+        of_sinks = _sink_gradient(problem, shares["sinks"], result.lse, whole_dlse)
+        of_scores = of_scores._replace(sinks=of_sinks)
+    return Gradients(dq, dk, dv, of_scores).finished(problem)
 
 
 def _sink_gradient(problem: Problem, shares: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
@@ -386,7 +393,7 @@ def _sink_gradient(problem: Problem, shares: Tensor, lse: Tensor, dlse: Tensor |
 class _Parts(NamedTuple):
     """What kernels of the backward pass work on: q, of the rows that are not left out; descriptors of the
     operands, and of dk and dv; dq of these rows; how many `programs` own keys, whose last tile may be
-    `ragged`; Spec and KeysWalk."""
+    `ragged`, if rows do not know where the keys end; Spec and KeysWalk."""
 
     q: Tensor
     operands: tuple[Any, ...]
@@ -421,9 +428,13 @@ def _launch_keys(plan: _BackwardPlan, parts: _Parts, sums: Tensor | None) -> Non
 
 
 def _launch_queries(
-    problem: Problem, plan: _BackwardPlan, parts: _Parts, shares: Tensor | None
+    problem: Problem,
+    plan: _BackwardPlan,
+    parts: _Parts,
+    shares: dict[str, Tensor],
+    dlse: Tensor | None,
 ) -> None:
-    """The kernel of dq that sums nothing in memory; it fills the rows' `shares` in the gradient of sinks."""
+    """The kernel of dq that sums nothing in memory; it fills the rows' `shares` in gradients of scores."""
     from tilewise.kernels import hopper_backward_queries as kernels
     from tilewise.kernels.score import constexpr
 
@@ -432,7 +443,12 @@ def _launch_queries(
     tile = kernels.Tile(*map(constexpr, sides))
     programs, walk = _walk_of_queries(problem, parts.q, parts.spec, parts.walk.offset)
     view = _view if problem.packed is None else _clipped
-    results = (view(parts.dq, plan.block_q, 1, plan.d), twins.lines(shares))
+    of_slopes, of_sinks = (shares.get(name) for name in ("alibi_slopes", "sinks"))
+    of_lse = None if of_slopes is None else dlse
+    lines = kernels.Shares(
+        twins.lines(of_slopes), twins.lines(of_sinks), twins.lines(of_lse), constexpr(bool(shares))
+    )
+    results = (view(parts.dq, plan.block_q, 1, plan.d), lines)
     given = (*parts.operands, *results, parts.spec, walk, tile)
     options = {"num_warps": 4, "maxnreg": maxnreg}
     launch(kernels.queries_kernel, programs, parts.q.device, *given, **options)
@@ -454,15 +470,19 @@ def _walk_of_keys(problem: Problem, plan: _BackwardPlan) -> tuple[slice, slice, 
     heads = problem.k.shape[-2]
     if problem.packed is None:
         rows, keys, spec, offset = _seen_part(problem)
+        ends = ranges = None
+        if problem.key_range is not None:
+            ends = _ends(problem, plan)
+            ranges = _ranges(problem, plan, ends)
         heads *= problem.k.shape[0]
         # As many as are worked on at once.
         at_once = _multiprocessors(problem.q.device) // -(-spec.sizes.sk // plan.keys)
         together = min(max(1, at_once), heads) if _is_banded(problem) else 1
-        return rows, keys, spec, KeysWalk(heads, together, offset, None, None)
+        return rows, keys, spec, KeysWalk(heads, together, offset, ends, ranges, None, None)
     spec = twins.spec(problem)
     schedule = _schedule(problem.k, spec, plan.keys, of_keys=True)
     steps = spec.packed.count.bit_length()
-    return slice(None), slice(None), spec, KeysWalk(heads, 1, 0, schedule, steps)
+    return slice(None), slice(None), spec, KeysWalk(heads, 1, 0, None, None, schedule, steps)
 
 
 def _walk_of_queries(problem: Problem, q: Tensor, spec: Any, offset: int) -> tuple[int, Any]:
@@ -486,20 +506,14 @@ def gradients_left_to(problem: Problem) -> str | None:
     return "triton" if _backward_unsupported(problem) else None
 
 
-def _backward_unsupported(problem: Problem, wanted: Collection[str] | None = None) -> list[str]:
-    """Why the gradients are left to the Triton backend. `wanted`: as `_wanted` has it."""
-    reasons = [] if problem.key_range is None else ["key_range: not served"]
-    if "alibi_slopes" in _wanted(problem, wanted):
-        reasons.append("alibi_slopes: their own gradient is not served")
-    wide = _backward_plan(problem).wide
-    if problem.scores.alibi_slopes is not None and (wide or problem.packed is not None):
-        what = f"head dims above {_WIDE}" if wide else "packed sequences"
-        reasons.append(f"alibi_slopes: not served for {what}")
+def _backward_unsupported(problem: Problem) -> list[str]:
+    """Why the gradients are left to the Triton backend."""
     widths = {"q": problem.q.shape[-1], "v": problem.v.shape[-1]}
-    for name, width in widths.items():
-        if width % 8:
-            reasons.append(f"the head dim of {name} must be a multiple of 8, got {width}")
-    return reasons
+    return [
+        f"the head dim of {name} must be a multiple of 8, got {width}"
+        for name, width in widths.items()
+        if width % 8
+    ]
 
 
 def _wanted(problem: Problem, names: Collection[str] | None) -> list[str]:
@@ -537,24 +551,42 @@ def _backward_plan(problem: Problem, wanted: Collection[str] | None = None) -> _
     stages = 3 if d + dv <= _WIDE + LARGEST_HEAD_DIM else 2
     wide = max(d, dv) > _WIDE
     keys = _GROUP_ROWS if wide else 2 * _GROUP_ROWS
-    # Sinks take what kernels that sum nothing in memory have: sums of dS for each row.
-    summed = not (wide or problem.deterministic or "sinks" in _wanted(problem, wanted))
+    # Slopes and sinks take what kernels that sum nothing in memory have: sums of dS for each row.
+    summed = not (wide or problem.deterministic or _wanted(problem, wanted))
     # Those kernels did hold them, and ptxas 12.8 had dS overwrite them in a loop.
     held = d == dv == 64 and summed
     return _BackwardPlan(keys, _GROUP_ROWS, d, dv, stages, held, summed)
 
 
 def _seen_part(problem: Problem) -> tuple[slice, slice, Any, int]:
-    """Of a dense problem with a band: the rows that see a key, the keys that are seen, and the Spec of that
-    part and the offset of its first row's position."""
+    """Of a dense problem: the rows that see a key and the keys that are seen, as far as the host knows, and
+    the Spec of that part and the offset of its first row's position. With a key_range the part is all."""
     band, sq, sk = problem.band, problem.q.shape[1], problem.k.shape[1]
-    offset = band.offset(sq, sk)
+    offset, spec = band.offset(sq, sk), twins.spec(problem)
+    if problem.key_range is not None:
+        return slice(sq), slice(sk), spec, offset
     first = 0 if band.right is None else -offset - band.right
     last = sq if band.left is None else sk + band.left - offset
     rows, keys = slice(max(first, 0), min(last, sq)), slice(*_seen_keys(problem))
-    spec = twins.spec(problem)
     sizes = spec.sizes._replace(sq=rows.stop - rows.start, sk=keys.stop - keys.start)
     return rows, keys, spec._replace(sizes=sizes), offset + rows.start - keys.start
+
+
+def _ends(problem: Problem, plan: _BackwardPlan) -> Tensor:
+    """The keys that rows with a key_range see, as KeysWalk has them."""
+    ends = torch.stack(seen_intervals(problem), 1).int()
+    return torch.nn.functional.pad(ends, (0, -ends.shape[-1] % plan.block_q))
+
+
+def _ranges(problem: Problem, plan: _BackwardPlan, ends: Tensor) -> Tensor:
+    """Which blocks of such rows see each tile of keys (ranges_kernel)."""
+    from tilewise.kernels.hopper_schedule import ranges_kernel
+
+    b, sk = problem.k.shape[:2]
+    ranges = ends.new_empty(b, -(-sk // plan.keys), 4)
+    sides = (problem.q.shape[1], sk, plan.block_q, plan.keys, 1024)
+    launch(ranges_kernel, ranges.numel() // 4, ends.device, ranges, ends, *sides)
+    return ranges
 
 
 def _line_view(lines: Tensor, rows: int) -> Any:
@@ -589,18 +621,6 @@ def _aligned_band(problem: Problem, plan: _Plan) -> bool:
     sq, sk = problem.q.shape[1], problem.k.shape[1]
     begin = band.offset(sq, sk) - first + band.right
     return begin % plan.block_k == 0 and begin <= last - first - sq
-
-
-def _seen_values(problem: Problem) -> Tensor:
-    """v with 0 where no row sees it: between the keys that a tile sees may be such, and 0 · NaN is NaN."""
-    v = problem.v
-    lo, hi = problem.interval(0, problem.q.shape[1])
-    lo, hi = (end.expand(v.shape[0], -1).clamp(0, v.shape[1]) for end in (lo, hi))
-    rows = (lo < hi).int()
-    # How many intervals begin at a key, less those that end.
-    change = rows.new_zeros(v.shape[0], v.shape[1] + 1)
-    change = change.scatter_add(1, lo, rows).scatter_add(1, hi, -rows)
-    return torch.where(change.cumsum(1)[:, :-1, None, None] > 0, v, 0)
 
 
 def _view(t: Tensor, rows: int, heads: int, columns: int) -> Any:

@@ -227,7 +227,7 @@ def backward(
         Scores(
             s.scale,
             bias=dbias,
-            alibi_slopes=None if of_slopes is None else _slope_gradient(problem, of_slopes),
+            alibi_slopes=None if of_slopes is None else slope_gradient(problem, of_slopes),
             sinks=None if of_sinks is None else of_sinks.sum(-1).sum_to_size(of_sinks.shape[-2]),
         ),
     ).finished(problem)
@@ -425,7 +425,7 @@ def _descriptor(t: Tensor, block: list[int]) -> Any:
 # ------------------------------------------------------------------ gradients of what is shared
 
 
-def _slope_gradient(problem: Problem, per_row: Tensor) -> Tensor:
+def slope_gradient(problem: Problem, per_row: Tensor) -> Tensor:
     """From the shares of rows, (B, Hq, Sq) or packed (Hq, total), to the shape of alibi_slopes."""
     slopes = problem.scores.alibi_slopes
     assert slopes is not None

@@ -45,6 +45,7 @@ from tilewise.kernels.hopper_pipeline import (
     load_pairs,
     load_tile,
     load_tile_and_line,
+    marked,
     open_turns,
     pack,
     pass_turn,
@@ -55,11 +56,12 @@ from tilewise.kernels.hopper_pipeline import (
     split_columns,
     store_tile,
     tile_ring,
+    unmarked,
     unpack,
     wait_empty,
     wait_full,
 )
-from tilewise.kernels.hopper_walk import pairs_seen, work_of_keys
+from tilewise.kernels.hopper_walk import pairs_in_ranges, pairs_seen, work_of_keys
 from tilewise.kernels.score import NEG_INF, constexpr, logits, place, probabilities, tile_pointers
 
 __all__ = ["Tile", "backward_kernel", "constexpr", "rows_kernel"]
@@ -151,12 +153,13 @@ def _produce(views, shared, spec, walk, tile):
 @gluon.jit
 def _consume(views, shared, dq, spec, walk, tile, GROUP: gl.constexpr):
     BANDED: gl.constexpr = (spec.band.left is not None) or (spec.band.right is not None)
-    EDGE: gl.constexpr = BANDED or tile.RAGGED
+    RANGES: gl.constexpr = spec.key_start is not None
+    EDGE: gl.constexpr = BANDED or RANGES or tile.RAGGED
     # Whether all blocks are taken for edges: with a loop for each end of a band, beside that of the others,
     # the instructions would not fit their cache. Those of D = 64 do.
     ALL_EDGE: gl.constexpr = (spec.band.left is not None) and tile.D > 64
     # Whether the last blocks of queries may be an edge.
-    TAIL: gl.constexpr = (spec.band.left is not None) or (spec.packed is not None)
+    TAIL: gl.constexpr = (spec.band.left is not None) or RANGES or (spec.packed is not None)
     work = _work(spec, walk, tile)
     at = work.at
     LAYOUT: gl.constexpr = gl.SliceLayout(1, product_layout(tile.BLOCK_Q))
@@ -185,7 +188,7 @@ def _consume(views, shared, dq, spec, walk, tile, GROUP: gl.constexpr):
     count = 0
     if dq is not None:
         dk, dv, before = _step(
-            dk, dv, before, own_k, own_v, shared, count, i, first_tile, keys, at, head, dq, spec, tile,
+            dk, dv, before, own_k, own_v, shared, count, i, first_tile, keys, at, head, dq, spec, walk, tile,
             GROUP, EDGE, True,
         )  # fmt: skip
         i -= tile.BLOCK_Q
@@ -195,7 +198,7 @@ def _consume(views, shared, dq, spec, walk, tile, GROUP: gl.constexpr):
             for block in range(i, full_last - 1, -tile.BLOCK_Q):
                 dk, dv, before = _step(
                     dk, dv, before, own_k, own_v, shared, count, block, first_tile, keys, at, head, dq,
-                    spec, tile, GROUP, True, False,
+                    spec, walk, tile, GROUP, True, False,
                 )  # fmt: skip
                 count += 1
             i = gl.minimum(i, full_last - tile.BLOCK_Q)
@@ -203,7 +206,7 @@ def _consume(views, shared, dq, spec, walk, tile, GROUP: gl.constexpr):
             for block in range(i, full_first - 1, -tile.BLOCK_Q):
                 dk, dv, before = _step(
                     dk, dv, before, own_k, own_v, shared, count, block, first_tile, keys, at, head, dq,
-                    spec, tile, GROUP, False, False,
+                    spec, walk, tile, GROUP, False, False,
                 )  # fmt: skip
                 count += 1
         if EDGE and not ALL_EDGE:
@@ -211,7 +214,7 @@ def _consume(views, shared, dq, spec, walk, tile, GROUP: gl.constexpr):
             for block in range(i, work.first - 1, -tile.BLOCK_Q):
                 dk, dv, before = _step(
                     dk, dv, before, own_k, own_v, shared, count, block, first_tile, keys, at, head, dq,
-                    spec, tile, GROUP, True, False,
+                    spec, walk, tile, GROUP, True, False,
                 )  # fmt: skip
                 count += 1
         i = work.last - tile.BLOCK_Q
@@ -259,7 +262,7 @@ def _own(ring, GROUP: gl.constexpr, count=0):
 
 @gluon.jit
 def _step(
-    dk, dv, before, own_k, own_v, shared, count, i, first_tile, keys, at, head, dq, spec, tile,
+    dk, dv, before, own_k, own_v, shared, count, i, first_tile, keys, at, head, dq, spec, walk, tile,
     GROUP: gl.constexpr, EDGE: gl.constexpr, FIRST: gl.constexpr,
 ):  # fmt: skip
     """The block of queries i …, use `count` of the rings; `before` is the tile of dq of the step before. EDGE:
@@ -269,6 +272,10 @@ def _step(
     LINE: gl.constexpr = gl.SliceLayout(0, TRANSPOSED)
     dtype: gl.constexpr = shared.q.data.dtype
     none = gl.zeros([GROUP_ROWS, tile.BLOCK_Q], gl.float32, TRANSPOSED)
+    RANGES: gl.constexpr = EDGE and spec.key_start is not None
+    if RANGES:
+        queries = i + gl.arange(0, tile.BLOCK_Q, LINE)
+        marks = marked(pairs_in_ranges(keys, queries, at, walk), none)
     wait_full(shared.q, count)
     # What is computed is dP − delta: a product begins with −delta, which takes fewer registers than to
     # subtract it.
@@ -288,8 +295,11 @@ def _step(
     along = (keys - i)[:, None] - low
     capped = logits(s, at, head, high, along, None, spec)
     s = capped.s
-    if EDGE:
+    if RANGES:
+        seen = unmarked(marks, s)
+    elif EDGE:
         seen = pairs_seen(along, high, keys, at.sq - i - low, at, spec, tile.RAGGED)
+    if EDGE:
         s = gl.where(seen, s, NEG_INF)
     p = probabilities(s, base[None, :], 0.0, spec)
     pairs = pack(p, dtype)

@@ -8,8 +8,8 @@ A program owns a tile of 128 queries, half of them each of two consumer warpgrou
 keys that they see, which a producer has loaded ahead. dS is, in registers, the first operand of the product of
 dQ. The consumers take turns at the tensor cores: what one computes of a step is under the other's products.
 
-Where sinks have a gradient, each row leaves its share in it. delta comes from an output that was rounded, which
-sums over many rows would show: what it should have been follows from Σ dS = Σ P ∘ dP − delta · Σ P.
+Where sinks or slopes have a gradient, each row leaves its share in it. delta comes from an output that was
+rounded, which sums over many rows would show: what it should have been follows from Σ dS = Σ P ∘ dP − delta · Σ P.
 """
 
 from typing import Any, NamedTuple
@@ -52,9 +52,9 @@ from tilewise.kernels.hopper_pipeline import (
     wait_full,
 )
 from tilewise.kernels.hopper_walk import blocks_of, tiles_per_head, work_of
-from tilewise.kernels.score import LOG2E, NEG_INF, interval, line, logits, probabilities
+from tilewise.kernels.score import LOG2E, NEG_INF, distance, interval, line, logits, probabilities
 
-__all__ = ["Tile", "queries_kernel"]
+__all__ = ["Shares", "Tile", "queries_kernel"]
 
 _GROUPS = gl.constexpr(2)
 _ROWS = gl.constexpr(2 * GROUP_ROWS)
@@ -71,6 +71,16 @@ class Tile(NamedTuple):
     STAGES: Any
     RAGGED: Any
     REGISTERS: Any
+
+
+class Shares(NamedTuple):
+    """Lines of what each row adds to the gradient of its head's slope, and of its sink but for what comes of dlse,
+    and of dlse: None where there is none. WANTED, constexpr: whether there is one."""
+
+    slopes: Any
+    sinks: Any
+    dlse: Any
+    WANTED: Any
 
 
 class Views(NamedTuple):
@@ -99,7 +109,8 @@ class Shared(NamedTuple):
 @gluon.jit
 def _work(spec, walk, tile):
     per_head = tiles_per_head(walk, spec)
-    return work_of(gl.program_id(0), per_head, None, walk, spec, _ROWS, tile.BLOCK_K, 1, False)
+    within = gl.arange(0, _ROWS, gl.BlockedLayout([1], [32], [4], [0]))
+    return work_of(gl.program_id(0), per_head, within, walk, spec, _ROWS, tile.BLOCK_K, 1, False)
 
 
 @gluon.jit
@@ -151,7 +162,7 @@ def _produce(views, shared, spec, walk, tile):
 def _consume(views, out, shares, shared, spec, walk, tile, GROUP: gl.constexpr):
     if _is_a_tile(spec, walk):
         BANDED: gl.constexpr = (spec.band.left is not None) or (spec.band.right is not None)
-        EDGE: gl.constexpr = BANDED or tile.RAGGED
+        EDGE: gl.constexpr = BANDED or (spec.key_start is not None) or tile.RAGGED
         LAYOUT: gl.constexpr = gl.SliceLayout(1, product_layout(tile.BLOCK_K))
         work = _work(spec, walk, tile)
         at = work.at
@@ -161,10 +172,13 @@ def _consume(views, out, shares, shared, spec, walk, tile, GROUP: gl.constexpr):
         full_first = blocks.full_first if EDGE else 0
         full_last = blocks.full_last if EDGE else work.blocks
         dq = gl.zeros([GROUP_ROWS, tile.D], gl.float32, product_layout(tile.D))
-        found = (dq,)
-        if shares is not None:
-            none = gl.zeros([GROUP_ROWS, tile.BLOCK_K], gl.float32, product_layout(tile.BLOCK_K))
-            found = (dq, partial_row_sums(none))
+        none = gl.zeros([GROUP_ROWS, tile.BLOCK_K], gl.float32, product_layout(tile.BLOCK_K))
+        nothing = partial_row_sums(none)
+        sums = ()
+        if shares.slopes is not None:
+            sums = (nothing, nothing, nothing)
+        elif shares.WANTED:
+            sums = (nothing,)
         wait_full(shared.q, GROUP)
         wait_full(shared.dout, GROUP)
         base = shared.base.index(GROUP).load(LAYOUT)
@@ -172,18 +186,21 @@ def _consume(views, out, shares, shared, spec, walk, tile, GROUP: gl.constexpr):
         open_turns(GROUP, _GROUPS)
         if EDGE:
             for n in range(0, full_first):
-                found = _step(found, shared, n, rows, base, delta, work, spec, tile, GROUP, True)
+                dq, sums = _step(
+                    dq, sums, shared, n, rows, base, delta, work, spec, tile, GROUP, True
+                )
         for n in range(full_first, full_last):
-            found = _step(found, shared, n, rows, base, delta, work, spec, tile, GROUP, False)
+            dq, sums = _step(dq, sums, shared, n, rows, base, delta, work, spec, tile, GROUP, False)
         if EDGE:
             for n in range(full_last, work.blocks):
-                found = _step(found, shared, n, rows, base, delta, work, spec, tile, GROUP, True)
+                dq, sums = _step(
+                    dq, sums, shared, n, rows, base, delta, work, spec, tile, GROUP, True
+                )
         close_turns(GROUP)
-        if shares is not None:
-            total = gl.convert_layout(gl.sum(found[1], 1), LAYOUT)
-            _store_shares(total, shares, rows, base, delta, work, spec)
+        if shares.WANTED:
+            _store_shares(sums, shares, rows, base, delta, work, spec, LAYOUT)
         # dq takes the place of q.
-        dq = found[0] * spec.scores.scale
+        dq *= spec.scores.scale
         slot(shared.q, GROUP).store(dq.to(shared.q.data.dtype))
         queries = Part(at.number, at.start_q, at.sq)
         store_tile(out, queries, i0, work.head, 0, slot(shared.q, GROUP))
@@ -191,22 +208,42 @@ def _consume(views, out, shares, shared, spec, walk, tile, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def _store_shares(ds, shares, rows, base, delta, work, spec):
-    """What each row adds to the gradient of its head's sink, but for what comes of dlse."""
+def _store_shares(sums, shares, rows, base, delta, work, spec, LAYOUT: gl.constexpr):
+    """`sums`: what a row's threads have of Σ dS, and where slopes have a gradient, of Σ P and Σ dS by distance."""
     at = work.at
-    sink = gl.load(spec.scores.sinks + work.head).to(gl.float32)
-    natural = base / LOG2E if spec.scores.FOLDED else base
-    p_sink = gl.exp2((sink - natural) * LOG2E)
-    p_keys = 1.0 - p_sink
-    share = gl.where(base == float("inf"), 0.0, -p_sink * (delta * p_keys + ds))
+    head = work.head
     start = gl.cast(at.start_q, gl.int64)
-    place = line(shares, at, work.head, start, rows.number)
-    gl.store(place, share, mask=rows.number < at.sq)
+    inside = rows.number < at.sq
+    dead = base == float("inf")
+    ds = _whole(sums[0], LAYOUT)
+    p_sink = base * 0.0
+    if spec.scores.sinks is not None:
+        sink = gl.load(spec.scores.sinks + head).to(gl.float32)
+        natural = base / LOG2E if spec.scores.FOLDED else base
+        p_sink = gl.exp2((sink - natural) * LOG2E)
+    if shares.sinks is not None:
+        share = gl.where(dead, 0.0, -p_sink * (delta * (1.0 - p_sink) + ds))
+        gl.store(line(shares.sinks, at, head, start, rows.number), share, mask=inside)
+    if shares.slopes is not None:
+        # By how much delta was too small.
+        missing = ds - delta * p_sink
+        if shares.dlse is not None:
+            dlse = line(shares.dlse, at, head, start, rows.number)
+            missing -= gl.load(dlse, mask=inside, other=0.0)
+        far, ds_far = _whole(sums[1], LAYOUT), _whole(sums[2], LAYOUT)
+        share = gl.where(dead, 0.0, missing * far - ds_far)
+        gl.store(line(shares.slopes, at, head, start, rows.number), share, mask=inside)
+
+
+@gluon.jit
+def _whole(sums, LAYOUT: gl.constexpr):
+    return gl.convert_layout(gl.sum(sums, 1), LAYOUT)
 
 
 @gluon.jit
 def _step(
-    found,
+    dq,
+    sums,
     shared,
     count,
     rows,
@@ -218,8 +255,8 @@ def _step(
     GROUP: gl.constexpr,
     EDGE: gl.constexpr,
 ):
-    """Block `count` of the keys. EDGE: not all pairs are seen. `found`: dq; and, where it is wanted, what a row's
-    threads have of the sum of dS."""
+    """Block `count` of the keys. EDGE: not all pairs are seen. `sums`: those that `_store_shares` takes; none where
+    there are no shares."""
     PRODUCT: gl.constexpr = product_layout(tile.BLOCK_K)
     none = gl.zeros([GROUP_ROWS, tile.BLOCK_K], gl.float32, PRODUCT)
     j = work.first + count * tile.BLOCK_K
@@ -240,22 +277,25 @@ def _step(
     s = capped.s
     if EDGE:
         seen = high < (rows.hi - j)[:, None] - low
-        if spec.band.left is not None:
+        if (spec.band.left is not None) or (spec.key_start is not None):
             seen = seen & (high >= (rows.lo - j)[:, None] - low)
         s = gl.where(seen, s, NEG_INF)
     p = probabilities(s, base[:, None], 0.0, spec)
     ds = p * warpgroup_mma_wait(0, [dp])
     give_back(shared.v, count)
-    if len(found) == 2:
-        sums = found[1] + partial_row_sums(ds)
+    of_ds = partial_row_sums(ds)
+    if len(sums) == 3:
+        far = distance(work.at, across, high).to(gl.float32)
+        of_p_far = sums[1] + partial_row_sums(p * far)
+        sums = (sums[0] + of_ds, of_p_far, sums[2] + partial_row_sums(ds * far))
+    elif len(sums) == 1:
+        sums = (sums[0] + of_ds,)
     if spec.scores.softcap is not None:
         ds = ds * (1.0 - capped.tanh * capped.tanh)
     if EDGE:
         ds = gl.where(seen, ds, 0.0)
     pairs = pack(ds, shared.k.data.dtype)
-    dq = add_product(found[0], pairs, shared.k, count, GROUP, _GROUPS)
-    found = (dq, sums) if len(found) == 2 else (dq,)
-    return found
+    return add_product(dq, pairs, shared.k, count, GROUP, _GROUPS), sums
 
 
 @gluon.jit
@@ -270,8 +310,8 @@ def _anew(number, count):
 
 @gluon.jit
 def _queries_kernel(q, k, v, dout, base, delta, dq, shares, spec, walk, tile):
-    """q, k, v, dout, dq: descriptors of tiles; base, delta: of lines; shares: Lines, or None; spec: Spec; walk:
-    Walk; tile: Tile. Grid: (tiles of 128 queries · heads · batch entries,), or more."""
+    """q, k, v, dout, dq: descriptors of tiles; base, delta: of lines; shares: Shares; spec: Spec; walk: Walk;
+    tile: Tile. Grid: (tiles of 128 queries · heads · batch entries,), or more."""
     dtype: gl.constexpr = q.dtype
     views = Views(q, k, v, dout, base, delta)
     shared = Shared(

@@ -37,6 +37,7 @@ from tilewise.kernels.hopper_pipeline import (
     line_buffer,
     load_tile,
     load_tile_and_line,
+    marked,
     open_turns,
     pack,
     pass_turn,
@@ -46,10 +47,11 @@ from tilewise.kernels.hopper_pipeline import (
     split_columns,
     store_tile,
     tile_ring,
+    unmarked,
     wait_empty,
     wait_full,
 )
-from tilewise.kernels.hopper_walk import pairs_seen, work_of_keys
+from tilewise.kernels.hopper_walk import pairs_in_ranges, pairs_seen, work_of_keys
 from tilewise.kernels.score import NEG_INF, logits, probabilities
 
 __all__ = ["Tile", "wide_keys_kernel"]
@@ -131,9 +133,10 @@ def _produce_queries(views, shared, spec, walk, tile):
 @gluon.jit
 def _consume_queries(views, out, shared, spec, walk, tile, GROUP: gl.constexpr):
     BANDED: gl.constexpr = (spec.band.left is not None) or (spec.band.right is not None)
-    EDGE: gl.constexpr = BANDED or tile.RAGGED
+    RANGES: gl.constexpr = spec.key_start is not None
+    EDGE: gl.constexpr = BANDED or RANGES or tile.RAGGED
     # Whether the last blocks of queries may be an edge.
-    TAIL: gl.constexpr = (spec.band.left is not None) or (spec.packed is not None)
+    TAIL: gl.constexpr = (spec.band.left is not None) or RANGES or (spec.packed is not None)
     COLUMNS: gl.constexpr = tile.DV if GROUP == _DV else tile.D
     work = _work_of_keys(spec, walk, tile)
     at = work.at
@@ -149,16 +152,18 @@ def _consume_queries(views, out, shared, spec, walk, tile, GROUP: gl.constexpr):
         if TAIL:
             for i in range(work.last - GROUP_ROWS, work.full_last - 1, -GROUP_ROWS):
                 total = _queries_step(
-                    total, shared, count, i, keys, at, head, spec, tile, GROUP, True
+                    total, shared, count, i, keys, at, head, spec, walk, tile, GROUP, True
                 )
                 count += 1
         for i in range(work.full_last - GROUP_ROWS, full_first - 1, -GROUP_ROWS):
-            total = _queries_step(total, shared, count, i, keys, at, head, spec, tile, GROUP, False)
+            total = _queries_step(
+                total, shared, count, i, keys, at, head, spec, walk, tile, GROUP, False
+            )
             count += 1
         if EDGE:
             for i in range(full_first - GROUP_ROWS, work.first - 1, -GROUP_ROWS):
                 total = _queries_step(
-                    total, shared, count, i, keys, at, head, spec, tile, GROUP, True
+                    total, shared, count, i, keys, at, head, spec, walk, tile, GROUP, True
                 )
                 count += 1
         head += 1
@@ -182,11 +187,22 @@ def _store(total, out, work, own, other):
 
 @gluon.jit
 def _queries_step(
-    total, shared, count, i, keys, at, head, spec, tile, GROUP: gl.constexpr, EDGE: gl.constexpr
+    total,
+    shared,
+    count,
+    i,
+    keys,
+    at,
+    head,
+    spec,
+    walk,
+    tile,
+    GROUP: gl.constexpr,
+    EDGE: gl.constexpr,
 ):
     """The block of queries i …, use `count` of the rings. EDGE: not all pairs are seen."""
     if GROUP == _DV:
-        pairs = _probabilities(shared, count, i, keys, at, head, spec, tile, EDGE)
+        pairs = _probabilities(shared, count, i, keys, at, head, spec, walk, tile, EDGE)
         wait_full(shared.dout, count)
         total = add_product(total, pairs, shared.dout, count, GROUP, _GROUPS)
     else:
@@ -197,11 +213,15 @@ def _queries_step(
 
 
 @gluon.jit
-def _probabilities(shared, count, i, keys, at, head, spec, tile, EDGE: gl.constexpr):
+def _probabilities(shared, count, i, keys, at, head, spec, walk, tile, EDGE: gl.constexpr):
     """Pᵀ, in pairs."""
     TRANSPOSED: gl.constexpr = product_layout(GROUP_ROWS)
     LINE: gl.constexpr = gl.SliceLayout(0, TRANSPOSED)
     none = gl.zeros([GROUP_ROWS, GROUP_ROWS], gl.float32, TRANSPOSED)
+    RANGES: gl.constexpr = EDGE and spec.key_start is not None
+    if RANGES:
+        queries = i + gl.arange(0, GROUP_ROWS, LINE)
+        marks = marked(pairs_in_ranges(keys, queries, at, walk), none)
     wait_full(shared.q, count)
     await_turn(_DV)
     q = slot(shared.q, count).permute((1, 0))
@@ -214,8 +234,11 @@ def _probabilities(shared, count, i, keys, at, head, spec, tile, EDGE: gl.conste
     along = (keys - i)[:, None] - low
     capped = logits(s, at, head, high, along, None, spec)
     s = capped.s
-    if EDGE:
+    if RANGES:
+        seen = unmarked(marks, s)
+    elif EDGE:
         seen = pairs_seen(along, high, keys, at.sq - i - low, at, spec, tile.RAGGED)
+    if EDGE:
         s = gl.where(seen, s, NEG_INF)
     p = probabilities(s, base[None, :], 0.0, spec)
     pairs = pack(p, shared.q.data.dtype)
@@ -244,7 +267,8 @@ def _derivatives(shared, count, i, keys, at, spec, tile, EDGE: gl.constexpr):
     ds = factor * warpgroup_mma_wait(0, [dp])
     give_back(shared.factor, count)
     give_back(shared.dout, count)
-    if EDGE:
+    # What a key_range hides is zeros, as is the factor there.
+    if EDGE and spec.key_start is None:
         low, high = split_columns(ds)
         along = (keys - i)[:, None] - low
         seen = pairs_seen(along, high, keys, at.sq - i - low, at, spec, tile.RAGGED)

@@ -344,6 +344,30 @@ def partial_row_sums(p):
     return gl.sum(gl.sum(gl.reshape(p, [p.shape[0], COLUMNS // 8, 4, 2]), 3), 1)
 
 
+@gluon.jit
+def marked(chosen, like):
+    """Which entries of a product (laid out `like` it) are chosen, as `unmarked` takes it: of the 16 that a thread
+    has of a row one number, [rows, 4]. They are found out by now, and take two registers up to there."""
+    _, high = split_columns(like)
+    marks = gl.where(chosen, 1 << _bit(high), 0)
+    return keep(partial_row_sums(marks))
+
+
+@gluon.jit
+def unmarked(marks, like):
+    _, high = split_columns(like)
+    of_pairs = gl.expand_dims(gl.expand_dims(marks, 1), 3)
+    zeros = gl.reshape(gl.zeros_like(like).to(gl.int32), [like.shape[0], like.shape[1] // 8, 4, 2])
+    marks = gl.reshape(zeros + of_pairs, like.shape)
+    marks = gl.convert_layout(marks, like.type.layout, assert_trivial=True)
+    return (marks & (1 << _bit(high))) != 0
+
+
+@gluon.jit
+def _bit(high):
+    return (high >> 3) * 2 + (high & 1)
+
+
 @gluon.constexpr_function
 def _convert_pair(dtype):
     return f"cvt.rn.{'bf16' if dtype == gl.bfloat16 else 'f16'}x2.f32 $0, $2, $1;"

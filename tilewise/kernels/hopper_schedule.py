@@ -1,4 +1,5 @@
-"""The order of the tiles of packed sequences, made on the device: the host does not know their lengths."""
+"""What is made on the device since the host does not know it: the order of the tiles of packed sequences, and
+the blocks of queries that see a tile of keys where rows have a key_range."""
 
 from typing import Any, NamedTuple
 
@@ -60,3 +61,61 @@ def _sizes(numbers, lengths, ROWS: tl.constexpr):
     _, sq = span(lengths.cu_seqlens_q, numbers, real, lengths.total_q)
     _, sk = span(lengths.cu_seqlens_k, numbers, real, lengths.total_k)
     return tl.where(real, sk, 0), (sq + ROWS - 1) // ROWS
+
+
+@triton.jit(do_not_specialize=["rows", "keys"])
+def ranges_kernel(
+    ranges, ends, rows, keys, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr
+):
+    """Of each tile of keys four rows, multiples of BLOCK_Q in order: no row sees any of it before `first` or
+    from `last` on, and all see all of it from `full_first` on and before `full_last`, where the last such
+    blocks are.
+
+    ranges: int32 [batch, tiles, (first, full_first, full_last, last)]; ends: as KeysWalk has them, of so many
+    rows and keys. Grid: (tiles · batch,).
+    """
+    tiles = tl.cdiv(keys, BLOCK_K)
+    start = tl.program_id(0) % tiles * BLOCK_K
+    room = tl.cdiv(rows, BLOCK_Q) * BLOCK_Q
+    ends += (tl.program_id(0) // tiles).to(tl.int64) * (2 * room)
+    first = room
+    last = tl.zeros([], tl.int32)
+    full_last = tl.zeros([], tl.int32)
+    for i in range(0, rows, CHUNK):
+        begin, some, all = _blocks_that_see(ends, i, rows, room, start, BLOCK_Q, BLOCK_K, CHUNK)
+        first = tl.minimum(first, tl.min(tl.where(some, begin, room), 0))
+        last = tl.maximum(last, tl.max(tl.where(some, begin + BLOCK_Q, 0), 0))
+        full_last = tl.maximum(full_last, tl.max(tl.where(all, begin + BLOCK_Q, 0), 0))
+    # Of keys that no row sees, one block, in which all is hidden.
+    first = tl.minimum(first, room - BLOCK_Q)
+    last = tl.maximum(last, first + BLOCK_Q)
+    full_first = first
+    for i in range(0, full_last, CHUNK):
+        begin, some, all = _blocks_that_see(ends, i, rows, room, start, BLOCK_Q, BLOCK_K, CHUNK)
+        gap = (begin < full_last) & (all == 0)
+        full_first = tl.maximum(full_first, tl.max(tl.where(gap, begin + BLOCK_Q, 0), 0))
+    full_last = tl.maximum(full_last, full_first)
+    ranges += tl.program_id(0).to(tl.int64) * 4
+    tl.store(ranges, first)
+    tl.store(ranges + 1, full_first)
+    tl.store(ranges + 2, full_last)
+    tl.store(ranges + 3, last)
+
+
+@triton.jit
+def _blocks_that_see(
+    ends, i, rows, room, start, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr
+):
+    """Where blocks of rows begin, CHUNK rows from row i on, and whether some row of each sees some of keys
+    start …, and all see all of them."""
+    numbers = i + tl.arange(0, CHUNK)
+    lo = tl.load(ends + numbers, mask=numbers < room, other=0)
+    hi = tl.load(ends + room + numbers, mask=numbers < room, other=0)
+    inside = numbers < rows
+    some = inside & (lo < tl.minimum(hi, start + BLOCK_K)) & (hi > start)
+    # Rows past the last are zeros, and add nothing.
+    all = (inside == 0) | ((lo <= start) & (hi >= start + BLOCK_K))
+    some = tl.max(tl.reshape(some.to(tl.int32), [CHUNK // BLOCK_Q, BLOCK_Q]), 1) > 0
+    all = tl.min(tl.reshape(all.to(tl.int32), [CHUNK // BLOCK_Q, BLOCK_Q]), 1) > 0
+    begin = i + tl.arange(0, CHUNK // BLOCK_Q) * BLOCK_Q
+    return begin, some, all & (begin < rows)

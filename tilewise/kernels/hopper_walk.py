@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from tilewise.kernels.score import Place, bounds, bounds_of_keys, span, walks
+from tilewise.kernels.score import Bounds, Place, bounds, bounds_of_keys, span, walks
 
 
 class Walk(NamedTuple):
@@ -166,12 +166,16 @@ def blocks_of(rows, i0, work, spec, ROWS: tl.constexpr, BLOCK_K: tl.constexpr):
 class KeysWalk(NamedTuple):
     """Tiles of keys. Dense: those of `heads` heads (those of all batch entries), one head after the other; but of
     the last `together` heads the first tiles of all come first, which under a causal mask are the longest, so
-    that programs end at about the same time. `offset` of row 0's position. Packed: a `schedule` of tiles of
-    keys, which are searched for in `steps` steps, of all heads before the next."""
+    that programs end at about the same time. `offset` of row 0's position. Where rows have a key_range: the
+    `ends` of what each sees, band included, int32 [batch, 2, rows rounded up to blocks], the first key and the
+    one after the last; and the `ranges` of blocks that see a tile (hopper_schedule.py). Packed: a `schedule` of
+    tiles of keys, which are searched for in `steps` steps, of all heads before the next."""
 
     heads: Any
     together: Any
     offset: Any
+    ends: Any
+    ranges: Any
     schedule: Any
     steps: Any
 
@@ -200,8 +204,9 @@ def work_of_keys(
     """Tile `number` of a walk. RAGGED: the last tile of keys may be cut short."""
     sizes = spec.sizes
     per_head = tl.cdiv(sizes.sq, BLOCK_Q)
+    tiles = tl.cdiv(sizes.sk, BLOCK_K)
     if spec.packed is None:
-        owner, tile = _tile_of_keys(number, tl.cdiv(sizes.sk, BLOCK_K), walk)
+        owner, tile = _tile_of_keys(number, tiles, walk)
         kv_head = owner % sizes.kv_heads
         batch = owner // sizes.kv_heads
         start = tile * BLOCK_K
@@ -212,6 +217,20 @@ def work_of_keys(
         at = _packed_keys_place(number // sizes.kv_heads, walk, spec, BLOCK_K)
         per_head += spec.packed.count + 1
         first_block = at.start_q // BLOCK_Q + at.number
+    if walk.ranges is None:
+        blocks = _blocks_of_queries(at, spec, BLOCK_Q, BLOCK_K, RAGGED)
+    else:
+        found = walk.ranges + (at.batch * tiles + at.tile_start // BLOCK_K) * 4
+        blocks = Bounds(tl.load(found), tl.load(found + 1), tl.load(found + 2), tl.load(found + 3))
+    first, full_first, full_last, last = blocks
+    return KeysWork(at, kv_head, first, full_first, full_last, last, per_head, first_block)
+
+
+@triton.jit
+def _blocks_of_queries(
+    at, spec, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, RAGGED: tl.constexpr
+):
+    """Those that see some of a tile of keys, as the band has it."""
     edges = bounds_of_keys(at.tile_start, tl.minimum(at.tile_start + BLOCK_K, at.sk), at, spec)
     steps = walks(edges, BLOCK_Q, False)
     # Keys that no row sees get one block, in which all is hidden.
@@ -229,7 +248,7 @@ def work_of_keys(
     full_first = tl.cdiv(full_first, BLOCK_Q) * BLOCK_Q
     full_last = tl.cdiv(full_last, BLOCK_Q) * BLOCK_Q
     last = tl.cdiv(last, BLOCK_Q) * BLOCK_Q
-    return KeysWork(at, kv_head, first, full_first, full_last, last, per_head, first_block)
+    return Bounds(first, full_first, full_last, last)
 
 
 @triton.jit
@@ -272,3 +291,14 @@ def pairs_seen(along, high, keys, rows, at, spec, RAGGED: tl.constexpr):
     if RAGGED:
         seen = seen & (keys < at.sk)[:, None]
     return seen
+
+
+@triton.jit
+def pairs_in_ranges(keys, queries, at, walk):
+    """The same of a whole block of queries, where rows have a key_range."""
+    BLOCK_Q: tl.constexpr = queries.shape[0]
+    room = tl.cdiv(at.sq, BLOCK_Q) * BLOCK_Q
+    ends = walk.ends + at.batch * (2 * room) + queries
+    lo = tl.load(ends)
+    hi = tl.load(ends + room)
+    return (keys[:, None] >= lo[None, :]) & (keys[:, None] < hi[None, :])

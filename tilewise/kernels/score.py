@@ -496,7 +496,13 @@ def logits(products, at, head, across, along, bias, spec):
 @triton.jit
 def slope_of(at, head, spec, dtype: tl.constexpr):
     place_in = at.number.to(tl.int64) * spec.scores.slopes.batch + head * spec.scores.slopes.head
-    return tl.load(spec.scores.slopes.data + place_in).to(dtype)
+    slope = spec.scores.slopes.data + place_in
+    if spec.packed is None:
+        found = tl.load(slope)
+    else:
+        # Tokens that belong to no sequence have none.
+        found = tl.load(slope, mask=at.real, other=0.0)
+    return found.to(dtype)
 
 
 @triton.jit
