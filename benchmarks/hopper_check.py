@@ -13,6 +13,7 @@ printed. `variants` times other plans than the chosen ones.
 
     compute-sanitizer --tool racecheck --kernel-name kns=forward_kernel --kernel-name kns=backward_kernel \\
         --kernel-name kns=wide_ --kernel-name kns=queries_kernel --kernel-name kns=schedule_kernel \\
+        --kernel-name kns=ranges_kernel \\
         python benchmarks/hopper_check.py --inside sanitize
 """
 
@@ -53,7 +54,7 @@ from tilewise.tuning.workers import start_worker
 
 CHECKS = (
     *("plain", "features", "shapes", "packed"),
-    *("gradients", "reach", "deterministic", "probes", "odd"),
+    *("gradients", "reach", "ranges", "deterministic", "probes", "odd"),
 )
 SANITIZED = ("sanitize", "sanitize-gradients")
 OF_GRADIENTS = ("gradients", "reach", "ranges", "deterministic", "sanitize-gradients")
