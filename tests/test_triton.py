@@ -263,20 +263,26 @@ def check_walks(got: list[int], bounds: Any, block: int = 2) -> None:
     assert full == [j for j in steps if j in whole and j + block - 1 in whole]
 
 
-@pytest.mark.parametrize(("rows", "head_dim"), [(40, 32), (40, 80), (41, 32)])
-def test_descriptors_change_nothing(
-    monkeypatch: pytest.MonkeyPatch, rows: int, head_dim: int
-) -> None:
-    """Nor where lines of lse have none, whose lengths are no multiple of 16 bytes."""
-    case = Case("", batch=1, sq=rows, sk=70, heads=2, kv_heads=1, head_dim=head_dim)
-    made: list[bool] = []
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of each tensor that tiles are read of, whether that is by a descriptor."""
+    found: list[bool] = []
     make = backend._tma
 
     def recorded(t: Tensor, block: int) -> Any:
-        made.append((tma := make(t, block)) is not None)
+        found.append((tma := make(t, block)) is not None)
         return tma
 
     monkeypatch.setattr(backend, "_tma", recorded)
+    return found
+
+
+@pytest.mark.parametrize(("rows", "head_dim"), [(40, 32), (40, 80), (41, 32)])
+def test_descriptors_change_nothing(
+    monkeypatch: pytest.MonkeyPatch, made: list[bool], rows: int, head_dim: int
+) -> None:
+    """Nor where lines of lse have none, whose lengths are no multiple of 16 bytes."""
+    case = Case("", batch=1, sq=rows, sk=70, heads=2, kv_heads=1, head_dim=head_dim)
     for options in ({}, {"causal": True}, {"window_size": (45, 40)}):
         call = make_call(case._replace(options=lambda make, options=options: options), FP32)
         with tiles(32, 32):
@@ -472,6 +478,103 @@ def test_more_sequences_than_are_looked_up_at_once(monkeypatch: pytest.MonkeyPat
     with tiles(16, 16):
         call = Call(tilewise.attention_varlen, {**x, "cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k})
         right(call, FP32)
+
+
+RAGGED = (1, 37, 0, 64, 65, 190, 0, 0, 40)
+PACKED_OPTIONS: dict[str, Callable[[int], dict[str, Any]]] = {
+    "full": lambda rows: {},
+    "causal": lambda rows: {"causal": True},
+    "window": lambda rows: {"window_size": (70, 5), "align": "top-left"},
+    "mask": lambda rows: {"mask": draw(1, rows, 190) > -1.5, "causal": True},
+    "bias": lambda rows: {"bias": draw(2, rows, 190)},
+    "bias of keys": lambda rows: {"bias": draw(1, 1, 190)},
+    "scores": lambda rows: {
+        "alibi_slopes": draw(len(RAGGED), 2).abs(),
+        "sinks": draw(2),
+        "softcap": 2.0,
+        "dropout_p": 0.2,
+        "dropout_seed": 3,
+    },
+    "all dropped": lambda rows: {"dropout_p": 1.0, "dropout_seed": 3},
+}
+
+
+def ragged_call(how: str, dtype: torch.dtype, q_lengths: tuple[int, ...] = RAGGED) -> Call:
+    """Sequences of those lengths, their keys of RAGGED's, and five tokens that belong to none."""
+    rows, keys = sum(q_lengths) + 5, sum(RAGGED) + 5
+    x = draw_tokens(rows, keys, (2, 1), 32, 16, dtype)
+    cu = {"cu_seqlens_q": cumulative([*q_lengths]), "cu_seqlens_k": cumulative([*RAGGED])}
+    options = {
+        name: t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t
+        for name, t in PACKED_OPTIONS[how](rows).items()
+    }
+    return Call(tilewise.attention_varlen, {**x, **cu, **options})
+
+
+@pytest.mark.parametrize("how", PACKED_OPTIONS)
+def test_descriptors_of_packed_tokens(
+    monkeypatch: pytest.MonkeyPatch, made: list[bool], how: str
+) -> None:
+    """Tiles at the end of a sequence then hold rows of the next one, and nothing of that is seen."""
+    call = ragged_call(how, FP32)
+    with tiles(64, 64):
+        without = evaluate(call, "triton")
+        assert not any(made)
+        monkeypatch.setattr(backend, "_SHORTEST_TMA", 33)
+        same(evaluate(call, "triton"), without)
+        assert sum(made) == 6
+        right(call, FP32)
+
+
+@pytest.mark.parametrize(
+    ("how", "dtype"), [*((how, FP32) for how in PACKED_OPTIONS), ("full", FP16), ("scores", FP16)]
+)
+def test_nothing_of_another_sequence_reaches_one(
+    monkeypatch: pytest.MonkeyPatch, made: list[bool], how: str, dtype: torch.dtype
+) -> None:
+    """Of every second sequence, and of what belongs to none, everything is NaN or infinite."""
+    monkeypatch.setattr(backend, "_SHORTEST_TMA", 33)
+    problem = ragged_call(how, dtype, (37, 64, 3, 1, 65, 100, 0, 7, 40)).problem()
+    of_q, of_k = (
+        sequence_of(cu, t.shape[0])
+        for cu, t in zip(problem.packed[:2], (problem.q, problem.k), strict=True)
+    )
+    rows = of_q.shape[0]
+    dout, dlse = draw(rows, 2, 16, dtype=dtype, seed=7), draw(rows, 2, seed=8)
+
+    def computed(clean: Callable[[Tensor], Tensor], value: float) -> dict[str, Tensor]:
+        """Everything of the sequences that are not clean has that value."""
+        given = [
+            (problem.q, of_q),
+            (dout, of_q),
+            (dlse, of_q),
+            (problem.k, of_k),
+            (problem.v, of_k),
+        ]
+        q, of_out, of_lse, k, v = (
+            t.where(clean(sequences).view(-1, *[1] * (t.ndim - 1)), value) for t, sequences in given
+        )
+        mine = problem._replace(q=q, k=k, v=v)
+        with tiles(64, 64), poisoned():
+            result = backend.forward(mine)
+            g = backend.backward(mine, result, of_out, of_lse.T)
+        return {"out": result.out, "lse": result.lse.T, "dq": g.q, "dk": g.k, "dv": g.v}
+
+    want = computed(lambda sequences: sequences >= 0, 0.0)
+    for value, odd in ((float("nan"), 0), (float("inf"), 1)):
+
+        def clean(sequences: Tensor, odd: int = odd) -> Tensor:
+            return (sequences % 2 == odd) & (sequences < len(RAGGED))
+
+        for name, t in computed(clean, value).items():
+            ours = clean(of_k if name in ("dk", "dv") else of_q)
+            assert torch.equal(t[ours], want[name][ours]), (name, value)
+    assert all(made)
+
+
+def sequence_of(cu: Tensor, tokens: int) -> Tensor:
+    """The number of each token's sequence; past the last, that of sequences."""
+    return torch.bucketize(torch.arange(tokens), cu[1:], right=True)
 
 
 # ------------------------------------------------------------------ shapes

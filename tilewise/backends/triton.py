@@ -378,31 +378,32 @@ def _tmas(problem: Problem, block: int, *tensors: Tensor) -> tuple[Any, ...]:
 
 
 def _has_tma(problem: Problem) -> bool:
-    """Whether tiles may be read by descriptors. Not where sequences are packed: copies begin at multiples of
-    16 bytes along the last dimension, which for lines is that of rows, and sequences begin anywhere."""
-    return problem.packed is None and (interpreted() or _architecture(problem.q.device) >= 90)
+    return interpreted() or _architecture(problem.q.device) >= 90
 
 
 def _tma(t: Tensor, block: int) -> Any:
-    """Of tokens (B, S, H, D)."""
-    if t.shape[1] < _SHORTEST_TMA:
+    """Of tokens (B, S, H, D), packed (total, H, D)."""
+    if t.shape[-3] < _SHORTEST_TMA:
         return None
+    t = t if t.ndim == 4 else t.unsqueeze(0)
     return _descriptor(t, [1, block, 1, twins.power_of_two(t.shape[-1])])
 
 
 def _line_tmas(problem: Problem, block: int, *lines: Tensor | None) -> tuple[Any, ...]:
     """Descriptors for loads of (1, 1, block) numbers of each, or None. In shared memory, where one line
-    follows the other, copies begin at multiples of 128 bytes."""
+    follows the other, copies begin at multiples of 128 bytes; in memory along rows at multiples of 16, and
+    packed sequences begin anywhere."""
     short = problem.q.shape[-3] < _SHORTEST_TMA or block * 4 < _SHARED_ALIGNMENT
-    if not _has_tma(problem) or short:
+    if not _has_tma(problem) or problem.packed is not None or short:
         return (None,) * len(lines)
     return tuple(None if t is None else _descriptor(t, [1, 1, block]) for t in lines)
 
 
 def _bias_tma(problem: Problem, chosen: Config, of: Tensor | None = None) -> Any:
-    """A descriptor of the bias, or of what is laid out beside it, in tiles (1, 1, block_q, block_k)."""
+    """A descriptor of the bias, or of what is laid out beside it, in tiles (1, 1, block_q, block_k); none
+    where sequences are packed, whose rows have columns of their own sequence."""
     bias = problem.scores.bias if of is None else of
-    if bias is None or not _has_tma(problem):
+    if bias is None or not _has_tma(problem) or problem.packed is not None:
         return None
     if 1 in bias.shape[-2:] or problem.k.shape[1] < _SHORTEST_TMA:
         return None

@@ -86,7 +86,7 @@ def forward_kernel(q, k, v, k_tma, v_tma, bias_tma, out, lse, lse_low, spec, til
     edges = walks(edges, tile.BLOCK_K, False)
 
     found = _walk(x, k_tma, v_tma, bias_tma, edges, at, head, spec, tile, False)
-    if spec.LEAKS and has_nan(found.acc):
+    if spec.LEAKS and _leaked(found, spec):
         found = _walk(x, k_tma, v_tma, bias_tma, edges, at, head, spec, tile, True)
     acc = found.acc
     l = found.l
@@ -119,6 +119,15 @@ def forward_kernel(q, k, v, k_tma, v_tma, bias_tma, out, lse, lse_low, spec, til
     if lse_low is not None:
         low = tl.where(empty, 0.0, rounded_off(m, of_l, total))
         tl.store(line(lse_low, at, head, at.start_q, numbers), low, mask=inside)
+
+
+@triton.jit
+def _leaked(found, spec):
+    """Whether a NaN may have come from a key that is hidden; of one that is dropped only the sum tells."""
+    leaked = has_nan(found.acc)
+    if spec.dropout is not None:
+        leaked |= has_nan(found.l)
+    return leaked
 
 
 @triton.jit

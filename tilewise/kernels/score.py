@@ -409,7 +409,8 @@ def has_nan(x):
 @triton.jit
 def load_tile(tma, at, head, row, pointers, inside, WIDTH: tl.constexpr):
     """The tile that begins with a row of a tensor, by the tensor memory accelerator where there is a
-    descriptor for it. Rows that are not `inside` (None: all are) may hold anything."""
+    descriptor for it. Rows that are not `inside` (None: all are) may hold anything: what follows in memory,
+    too, which is another sequence's where they are packed."""
     if tma is None:
         tile = load_rows(pointers, inside, WIDTH)
     else:
