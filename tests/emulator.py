@@ -677,8 +677,8 @@ def delta_kernel(
         starts = [(start // block + number) * block for number, start in enumerate(cu[:-1])]
         parts = zip(starts, itertools.pairwise(cu), strict=True)
         places = torch.cat([at + torch.arange(b - a) for at, (a, b) in parts])
-    for line, found in ((delta, total), (base, unit)):
-        line.data.zero_()
+    for line, found, past in ((delta, total, 0.0), (base, unit, torch.inf)):
+        line.data.fill_(past)
         line.data[..., places] = found.to(line.data.dtype)
 
 

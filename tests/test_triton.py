@@ -296,15 +296,36 @@ def test_descriptors_change_nothing(
 
 
 def test_lines_that_copies_may_not_begin_at_have_no_descriptor() -> None:
-    """In shared memory one stage follows the other, and copies begin at multiples of 128 bytes; in memory at
-    multiples of 16, and packed sequences anywhere."""
+    """In shared memory one stage follows the other, and copies begin at multiples of 128 bytes."""
     q, line = torch.empty(1, 600, 1, 16), torch.empty(1, 1, 600)
     cu = cumulative([600])
     dense = problem_of(q, q, q)
     packed = problem_of(q[0], q[0], q[0], cu_seqlens_q=cu, cu_seqlens_k=cu)
-    assert [backend._line_tmas(dense, n, line, None) for n in (8, 16)] == [(None, None)] * 2
-    assert all(backend._line_tmas(dense, n, line)[0] is not None for n in (32, 64))
-    assert backend._line_tmas(packed, 64, line[0]) == (None,)
+    for problem, given in ((dense, line), (packed, line[0])):
+        assert [backend._line_tmas(problem, n, given, None) for n in (8, 16)] == [(None, None)] * 2
+        assert all(backend._line_tmas(problem, n, given)[0] is not None for n in (32, 64))
+
+
+@pytest.mark.parametrize("dtype", [FP16, FP32], ids=str)
+def test_lines_of_packed_rows_begin_with_a_tile(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    """In memory copies begin at multiples of 16 bytes, and packed sequences anywhere: of lines that are laid
+    out as the rows are, there is no descriptor."""
+    monkeypatch.setattr(backend, "_SHORTEST_TMA", 33)
+    shapes: list[Any] = []
+    make = backend._line_tmas
+
+    def recorded(problem: Any, block: int, *lines: Tensor | None) -> tuple[Any, ...]:
+        shapes.extend(None if t is None else t.shape for t in lines)
+        return make(problem, block, *lines)
+
+    monkeypatch.setattr(backend, "_line_tmas", recorded)
+    call = ragged_call("causal", dtype)
+    with tiles(64, 64):
+        right(call, dtype)
+    tiled = (2, 64 * (-(-call.arguments["q"].shape[0] // 64) + len(RAGGED) + 1))
+    assert shapes == [tiled, tiled, None]  # the last is what float32 rounds off
 
 
 # ------------------------------------------------------------------ what is hidden, what is written

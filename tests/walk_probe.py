@@ -391,8 +391,8 @@ def check_packed_rows(lengths: tuple[int, ...], past: int) -> None:
 
 
 def check_stats() -> None:
-    """delta_kernel's tiles, which have numbers past a sequence's last row, and are 0 there. What the backward
-    pass adds to is cleared in passing, all of it."""
+    """delta_kernel's tiles, which have numbers past a sequence's last row, of no probability. What the
+    backward pass adds to is cleared in passing, all of it."""
     lengths, past, heads = (70, 0, 3, 130), 5, 3
     cu = torch.tensor([0, *itertools.accumulate(lengths)])
     total = int(cu[-1]) + past
@@ -418,7 +418,7 @@ def check_stats() -> None:
         assert torch.equal(base[..., places], lse)
         assert torch.allclose(delta[..., places], want - dlse, atol=1e-4)
         others = torch.ones(rows, dtype=torch.bool).index_fill(0, places, False)
-        assert not base[..., others].any()
+        assert (base[..., others] == float("inf")).all()
         assert not delta[..., others].any()
 
 

@@ -177,8 +177,9 @@ def backward(
     dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
     lse, low = result.lse, result.lse_low if q.dtype in SPLITS_LSE else None
     assert low is None or low.shape == lse.shape, (low.shape, lse.shape)
-    base, delta = base_and_delta(problem, result.out, lse, dout, dlse)
-    stats = kernels.Stats(*map(twins.lines, (base, delta, low)))
+    block = _config(problem, "keys").block_q
+    base, delta = _base_and_delta(problem, result.out, lse, dout, dlse, block)
+    stats = kernels.Stats(*map(twins.lines, (base, delta, low)), constexpr(block))
     operands = (*map(twins.tokens, (q, k, v, dout)), stats)
 
     bias, alibi_slopes, sinks = (
@@ -211,7 +212,8 @@ def backward(
         plan = _planned(problem, "keys")
         tmas = (
             *_tmas(problem, plan.chosen.block_q, q, dout),
-            *_line_tmas(problem, plan.chosen.block_q, base, delta, low),
+            *_line_tmas(problem, plan.chosen.block_q, base, delta),
+            *_line_tmas(problem, plan.chosen.block_q, low if problem.packed is None else None),
             _bias_tma(problem, plan.chosen),
         )
         arguments = (*operands, *tmas, twins.tokens(dk), twins.tokens(dv), twins.lines(key_sums))
@@ -280,14 +282,18 @@ def _config(problem: Problem, operation: str) -> Config:
     )
 
 
-def base_and_delta(
-    problem: Problem, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+def _base_and_delta(
+    problem: Problem, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, block: int
 ) -> tuple[Tensor, Tensor]:
     """What the backward pass needs of each row (kernels/backward.py, Stats), laid out as lse in lines of
-    multiples of 16 bytes."""
+    multiples of 16 bytes; packed, in tiles of `block` rows, with one of which every sequence begins."""
     rows = lse.shape[-1]
-    base, delta = (lse.new_empty((*lse.shape[:-1], -(-rows // 4) * 4))[..., :rows] for _ in "12")
-    block = max(8, min(64, 8192 // twins.power_of_two(out.shape[-1])))
+    if problem.packed is None:
+        room = -(-rows // 4) * 4
+        block = max(8, min(64, 8192 // twins.power_of_two(out.shape[-1])))
+    else:
+        room = rows = twins.most_tiles(problem, out, block) * block
+    base, delta = (lse.new_empty((*lse.shape[:-1], room))[..., :rows] for _ in "12")
     fill_stats(problem, twins.spec(problem), out, lse, dout, dlse, base, delta, block)
     return base, delta
 
@@ -385,18 +391,24 @@ def _tma(t: Tensor, block: int) -> Any:
     """Of tokens (B, S, H, D), packed (total, H, D)."""
     if t.shape[-3] < _SHORTEST_TMA:
         return None
-    t = t if t.ndim == 4 else t.unsqueeze(0)
-    return _descriptor(t, [1, block, 1, twins.power_of_two(t.shape[-1])])
+    return _descriptor(_batched(t, 4), [1, block, 1, twins.power_of_two(t.shape[-1])])
+
+
+def _batched(t: Tensor, ndim: int) -> Tensor:
+    """What is packed as one batch entry."""
+    return t if t.ndim == ndim else t.unsqueeze(0)
 
 
 def _line_tmas(problem: Problem, block: int, *lines: Tensor | None) -> tuple[Any, ...]:
-    """Descriptors for loads of (1, 1, block) numbers of each, or None. In shared memory, where one line
-    follows the other, copies begin at multiples of 128 bytes; in memory along rows at multiples of 16, and
-    packed sequences begin anywhere."""
+    """Descriptors for loads of (1, 1, block) numbers of each line (B, H, S), packed (H, rows), or None.
+
+    In shared memory, where one follows the other, copies begin at multiples of 128 bytes; in memory at
+    multiples of 16.
+    """
     short = problem.q.shape[-3] < _SHORTEST_TMA or block * 4 < _SHARED_ALIGNMENT
-    if not _has_tma(problem) or problem.packed is not None or short:
+    if not _has_tma(problem) or short:
         return (None,) * len(lines)
-    return tuple(None if t is None else _descriptor(t, [1, 1, block]) for t in lines)
+    return tuple(None if t is None else _descriptor(_batched(t, 3), [1, 1, block]) for t in lines)
 
 
 def _bias_tma(problem: Problem, chosen: Config, of: Tensor | None = None) -> Any:

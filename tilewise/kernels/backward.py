@@ -51,11 +51,13 @@ class Sums(NamedTuple):
 
 class Stats(NamedTuple):
     """Lines of numbers per row. `base` is lse as `probabilities` wants it, +inf where there is no
-    probability; `low` what rounding took from it, None where that is not kept."""
+    probability; `low` what rounding took from it, None where that is not kept. Of packed sequences `base` and
+    `delta` lie in tiles of BLOCK rows: see `first_of`."""
 
     base: Any
     delta: Any
     low: Any
+    BLOCK: Any
 
 
 class Queries(NamedTuple):
@@ -112,7 +114,7 @@ def delta_kernel(
     PADDED: tl.constexpr,
 ):  # fmt: skip
     """base: lse as `probabilities` wants it, +inf where there is no probability. delta = rowsum(dout ∘ out) −
-    dlse. PADDED: they have room for whole tiles, one for each program, whose rows past the last become 0.
+    dlse. PADDED: they have room for whole tiles, one for each program, whose rows past the last have none.
     Each program also clears its SHARE of what is to be cleared, if anything.
     Grid: (tiles of rows · heads · batch entries,)."""
     tiles = tl.cdiv(spec.sizes.sq, BLOCK)
@@ -135,7 +137,7 @@ def delta_kernel(
     total = tl.sum(o.to(ACC) * do.to(ACC), 1)
     if dlse is not None:
         total -= tl.load(line(dlse, at, head, at.start_q, i), mask=real, other=0.0)
-    found = tl.load(line(lse, at, head, at.start_q, i), mask=real, other=0.0)
+    found = tl.load(line(lse, at, head, at.start_q, i), mask=real, other=NEG_INF)
     found = tl.where(found == NEG_INF, float("inf"), found * LOG2E if FOLDED else found)
     start = at.start_q
     if PADDED:
@@ -146,14 +148,25 @@ def delta_kernel(
 
 
 @triton.jit
+def first_of(stats, at, spec):
+    """Where a sequence begins in the lines of `base` and `delta`: packed, with the tile that `place` has
+    it begin with."""
+    start = at.start_q
+    if spec.packed is not None:
+        start = (start // stats.BLOCK + at.number) * stats.BLOCK
+    return start
+
+
+@triton.jit
 def alone(q, dout, stats, at, head, i, spec, tile):
     """The tile of queries i … of a head, of which nothing is read of rows that see nothing."""
     numbers = i + tl.arange(0, tile.BLOCK_Q)
     rows = rows_inside(numbers, at, spec)
     inside = numbers < at.sq
-    base = tl.load(line(stats.base, at, head, at.start_q, numbers), mask=inside, other=float("inf"))
+    first = first_of(stats, at, spec)
+    base = tl.load(line(stats.base, at, head, first, numbers), mask=inside, other=float("inf"))
     alive = (rows.hi > rows.lo) & (base != float("inf"))
-    delta = tl.load(line(stats.delta, at, head, at.start_q, numbers), mask=alive, other=0.0)
+    delta = tl.load(line(stats.delta, at, head, first, numbers), mask=alive, other=0.0)
     low = tl.zeros_like(base)
     if stats.low is not None:
         low = tl.load(line(stats.low, at, head, at.start_q, numbers), mask=alive, other=0.0)
@@ -165,16 +178,17 @@ def alone(q, dout, stats, at, head, i, spec, tile):
 
 
 @triton.jit
-def load_lines(t, tma, at, head, i, other, tile):
-    """The numbers of rows i … of a head; past the last row `other`, by a descriptor 0."""
+def load_lines(t, tma, at, head, start, i, other, tile):
+    """The numbers of rows i … of a head, whose line begins at `start`; past the last row `other`, by a
+    descriptor what is there: 0, or packed the tile's."""
     rows = i + tl.arange(0, tile.BLOCK_Q)
     if tma is not None:
-        first = tl.cast(i, tl.int32)
-        numbers = tma.load([at.batch.to(tl.int32), head, first]).reshape([tile.BLOCK_Q])
+        place_in = [at.batch.to(tl.int32), head, tl.cast(start + i, tl.int32)]
+        numbers = tma.load(place_in).reshape([tile.BLOCK_Q])
     elif tile.RAGGED_Q:
-        numbers = tl.load(line(t, at, head, at.start_q, rows), mask=rows < at.sq, other=other)
+        numbers = tl.load(line(t, at, head, start, rows), mask=rows < at.sq, other=other)
     else:
-        numbers = tl.load(line(t, at, head, at.start_q, rows))
+        numbers = tl.load(line(t, at, head, start, rows))
     return numbers
 
 
@@ -563,11 +577,12 @@ def _key_tile(
         s = seen_product(y.k, tl.trans(q_tile), seen if EARLY else None, tile.PRECISION)
         dp = product(y.v, tl.trans(dout_tile), tile.PRECISION)
         # After the products, or they would take registers meanwhile.
-        base = load_lines(stats.base, tmas.base, at, head, i, float("inf"), tile)
-        delta = load_lines(stats.delta, tmas.delta, at, head, i, 0.0, tile)
+        first = first_of(stats, at, spec)
+        base = load_lines(stats.base, tmas.base, at, head, first, i, float("inf"), tile)
+        delta = load_lines(stats.delta, tmas.delta, at, head, first, i, 0.0, tile)
         low = tl.zeros_like(base)
         if stats.low is not None:
-            low = load_lines(stats.low, tmas.low, at, head, i, 0.0, tile)
+            low = load_lines(stats.low, tmas.low, at, head, at.start_q, i, 0.0, tile)
         x = Queries(q_tile, dout_tile, Rows(numbers, None, None), base, delta, low)
     g = scored(s, dp, x, j0, seen, bias, at, head, spec, tile, CAREFUL, True)
     dv = add_product(found.dv, g.kept.to(x.dout.dtype), x.dout, tile.PRECISION)
