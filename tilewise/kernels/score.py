@@ -207,10 +207,11 @@ def place(tile, batch, spec, BLOCK: tl.constexpr, KEYS: tl.constexpr):
             # Where they fall a tile may begin before its sequence, but never before the first token.
             start = tl.maximum(tl.load(cu + candidate, mask=inside, other=0).to(tl.int32), 0)
             before += tl.sum((inside & (start // BLOCK + candidate <= tile)).to(tl.int32))
-        number = before
+        number = uniform(before)
         real = number < spec.packed.count
         start_q, sq = span(spec.packed.cu_seqlens_q, number, real, spec.sizes.sq)
         start_k, sk = span(spec.packed.cu_seqlens_k, number, real, spec.sizes.sk)
+        start_q, sq, start_k, sk = uniform(start_q), uniform(sq), uniform(start_k), uniform(sk)
         if KEYS:
             sq = tl.where(real, sq, 0)
             first_tile = start_k // BLOCK + number
@@ -226,6 +227,22 @@ def place(tile, batch, spec, BLOCK: tl.constexpr, KEYS: tl.constexpr):
         offset = 0
     start = (tile - first_tile) * BLOCK
     return Place(start, real, number, batch, start_q, start_k, sq, sk, offset)
+
+
+@triton.constexpr_function
+def _on_nvidia():
+    return not triton.knobs.runtime.interpret and tl.target_info.is_cuda()
+
+
+@triton.jit
+def uniform(x):
+    """x, an int32 that is the same in all threads, as the assembler is to know it. It takes what was loaded
+    to differ, and then moves every address in a loop up to such a number from each thread's registers to
+    those that all threads share."""
+    if _on_nvidia():
+        code: tl.constexpr = "shfl.sync.idx.b32 $0, $1, 0, 31, -1;"
+        x = tl.inline_asm_elementwise(code, "=r,r", [x], dtype=tl.int32, is_pure=True, pack=1)
+    return x
 
 
 @triton.jit
