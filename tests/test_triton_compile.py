@@ -7,16 +7,26 @@ are the tables' and those of the heuristic's that matter most.
 from __future__ import annotations
 
 import csv
+import subprocess
 from dataclasses import astuple
 from pathlib import Path
 
 import pytest
 import torch
+import triton
 
 from tilewise.arguments import problem_of
 from tilewise.backends import triton as backend
 from tilewise.tuning import search
-from tilewise.tuning.compiling import SHARED_KB, Report, compile_problem, cuda_target, room, target
+from tilewise.tuning.compiling import (
+    SHARED_KB,
+    Report,
+    compile_problem,
+    cuda_target,
+    report,
+    room,
+    target,
+)
 from tilewise.tuning.config import (
     OPERATIONS,
     TABLES,
@@ -206,6 +216,31 @@ def test_a_bias_and_a_range_in_one_call(architecture: str, dtype: torch.dtype) -
     problem = problem_of(q, q, q, bias=bias, key_range=(torch.zeros_like(end), end))
     kernels = compile_problem(problem, target(architecture))
     assert {"forward_kernel", "queries_kernel", "keys_kernel"} <= {k.name for k in kernels}
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_packed_sequences_need_what_dense_ones_do(head_dim: int, tmp_path: Path) -> None:
+    """Products were serialized where tiles came by pointers; and where lengths may differ by thread for all
+    that the assembler knows, every address of a product is moved to registers that threads share."""
+    q = torch.empty(4096, 2, head_dim, dtype=torch.bfloat16)
+    cu = torch.tensor([0, 1000, 4096])
+    dense = problem_of(q.unsqueeze(0), q.unsqueeze(0), q.unsqueeze(0), causal=True)
+    packed = problem_of(q, q, q, cu_seqlens_q=cu, cu_seqlens_k=cu, causal=True)
+    hopper, moves = cuda_target(90), {}
+    for problem in (dense, packed):
+        for kernel in compile_problem(problem, hopper):
+            binary = tmp_path / "kernel.cubin"
+            binary.write_bytes(kernel.asm["cubin"])
+            command = [triton.knobs.nvidia.cuobjdump.path, "-sass", str(binary)]
+            code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+            moves.setdefault(kernel.name, []).append(code.count(" R2UR "))
+            if kernel.name != "delta_kernel":
+                assert report(kernel, hopper).notes == ()
+                assert "cp.async.bulk.tensor" in kernel.asm["ptx"]
+                assert "cp.async.ca" not in kernel.asm["ptx"]
+    for name in ("forward_kernel", "queries_kernel", "keys_kernel"):
+        of_dense, of_packed = moves[name]
+        assert 0 < of_packed <= 1.4 * of_dense, name
 
 
 def test_a_tile_that_is_too_large_is_found_out() -> None:

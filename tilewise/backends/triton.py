@@ -57,6 +57,7 @@ LARGEST_HEAD_DIM = 512
 # Grids are one-dimensional and token counts 32-bit.
 _LARGEST_COUNT = 2**30
 _SHORTEST_TMA = 512
+_LARGEST_COORDINATE = 2**31 - 1
 # Of what a copy fills in shared memory, in bytes.
 _SHARED_ALIGNMENT = 128
 
@@ -177,9 +178,10 @@ def backward(
     dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
     lse, low = result.lse, result.lse_low if q.dtype in SPLITS_LSE else None
     assert low is None or low.shape == lse.shape, (low.shape, lse.shape)
-    block = _config(problem, "keys").block_q
+    block = None if problem.packed is None else _config(problem, "keys").block_q
     base, delta = _base_and_delta(problem, result.out, lse, dout, dlse, block)
-    stats = kernels.Stats(*map(twins.lines, (base, delta, low)), constexpr(block))
+    of_base, of_delta, of_low = map(twins.lines, (base, delta, low))
+    stats = kernels.Stats(of_base, of_delta, of_low, constexpr(block))
     operands = (*map(twins.tokens, (q, k, v, dout)), stats)
 
     bias, alibi_slopes, sinks = (
@@ -283,12 +285,12 @@ def _config(problem: Problem, operation: str) -> Config:
 
 
 def _base_and_delta(
-    problem: Problem, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, block: int
+    problem: Problem, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, block: int | None
 ) -> tuple[Tensor, Tensor]:
     """What the backward pass needs of each row (kernels/backward.py, Stats), laid out as lse in lines of
     multiples of 16 bytes; packed, in tiles of `block` rows, with one of which every sequence begins."""
     rows = lse.shape[-1]
-    if problem.packed is None:
+    if block is None:
         room = -(-rows // 4) * 4
         block = max(8, min(64, 8192 // twins.power_of_two(out.shape[-1])))
     else:
@@ -429,7 +431,7 @@ def _descriptor(t: Tensor, block: list[int]) -> Any:
         stride if n > 1 else 16 for n, stride in zip(t.shape, t.stride(), strict=True)
     ]  # of one there is no next
     even = all(stride * t.element_size() % 16 == 0 and stride > 0 for stride in strides[:-1])
-    if t.stride(-1) != 1 or t.data_ptr() % 16 or not even:
+    if t.stride(-1) != 1 or t.data_ptr() % 16 or not even or max(t.shape) > _LARGEST_COORDINATE:
         return None
     strides[-1] = 1
     return TensorDescriptor(t, list(t.shape), strides, block)

@@ -52,7 +52,7 @@ class Sums(NamedTuple):
 class Stats(NamedTuple):
     """Lines of numbers per row. `base` is lse as `probabilities` wants it, +inf where there is no
     probability; `low` what rounding took from it, None where that is not kept. Of packed sequences `base` and
-    `delta` lie in tiles of BLOCK rows: see `first_of`."""
+    `delta` lie in tiles of BLOCK rows (else None): see `first_of`."""
 
     base: Any
     delta: Any
@@ -141,7 +141,7 @@ def delta_kernel(
     found = tl.where(found == NEG_INF, float("inf"), found * LOG2E if FOLDED else found)
     start = at.start_q
     if PADDED:
-        start = (tile * BLOCK - at.tile_start).to(tl.int64)
+        start = tile.to(tl.int64) * BLOCK - at.tile_start
         real = i >= 0
     tl.store(line(delta, at, head, start, i), total, mask=real)
     tl.store(line(base, at, head, start, i), found, mask=real)
