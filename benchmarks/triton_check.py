@@ -74,6 +74,10 @@ def more_cases() -> Iterator[Case]:
     draw = random.Random(0)
     lengths = tuple((draw.randrange(70), draw.choice((0, 1, 64, 130))) for _ in range(1500))
     yield Case("packed, 1,500 sequences", causal, layout="packed", lengths=lengths)
+    lengths = ((700, 513), (1, 64), (37, 0), (64, 65), (190, 1000), (0, 5), (65, 1))
+    for name in ("full", "causal", "window"):
+        shape = {"layout": "packed", "head_dim": 64, "value_dim": 64}
+        yield Case(f"packed, long, {name}", features[name], **shape, lengths=lengths)
 
 
 ALL_CASES = (*CASES, *more_cases())
@@ -299,7 +303,7 @@ def hidden() -> Iterator[Check]:
                 run = functools.partial(hidden_value, name, value, dtype)
                 yield Check(f"{value} behind {name}, {short(dtype)}", run)
             run = functools.partial(hidden_tokens, value, dtype)
-            yield Check(f"{value} in tokens of no sequence, {short(dtype)}", run)
+            yield Check(f"{value} in other sequences and past the last, {short(dtype)}", run)
 
 
 def hidden_keys() -> dict[str, tuple[dict[str, Any], slice]]:
@@ -331,13 +335,16 @@ def hidden_value(name: str, value: float, dtype: torch.dtype) -> str:
 
 
 def hidden_tokens(value: float, dtype: torch.dtype) -> str:
-    cu = torch.tensor([0, 9, 9, 130, 400], device=DEVICE, dtype=torch.int32)
-    q, dout = normal(450, 4, 64, dtype=dtype), normal(450, 4, 64, dtype=dtype)
+    cu = torch.tensor([0, 9, 9, 130, 400, 1000, 1037], device=DEVICE)
+    number = torch.bucketize(torch.arange(1100, device=DEVICE), cu[1:], right=True)
+    kept, spoilt = number % 2 == 0, (number % 2 == 1) | (number == 6)
+    q, dout = normal(1100, 4, 64, dtype=dtype), normal(1100, 4, 64, dtype=dtype)
     found = []
     for filling in (0.0, value):
-        q[400:] = filling
-        dout[400:] = filling
-        found.append(results(q, q, q, dout, cu_seqlens_q=cu, cu_seqlens_k=cu, causal=True))
+        q[spoilt] = filling
+        dout[spoilt] = filling
+        got = results(q, q, q, dout, cu_seqlens_q=cu, cu_seqlens_k=cu, causal=True)
+        found.append(cut(got, kept, (slice(None), kept)))
     return same(found[1], found[0])
 
 
