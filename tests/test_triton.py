@@ -595,7 +595,7 @@ def test_nothing_of_another_sequence_reaches_one(
 
 def sequence_of(cu: Tensor, tokens: int) -> Tensor:
     """The number of each token's sequence; past the last, that of sequences."""
-    return torch.bucketize(torch.arange(tokens), cu[1:], right=True)
+    return torch.bucketize(torch.arange(tokens), cu[1:].long(), right=True)
 
 
 # ------------------------------------------------------------------ shapes
