@@ -203,7 +203,7 @@ def range_pairs_kernel(
     columns = tl.arange(0, BLOCK_Q)
     out += work.at.batch * (tl.cdiv(work.at.sk, BLOCK_K) * BLOCK_K * ROWS)
     for i in range(0, ROWS, BLOCK_Q):
-        seen = pairs_in_ranges(keys, i + columns, work.at, walk)
+        seen = pairs_in_ranges(keys, i, columns, work.at, walk)
         tl.store(out + keys[:, None] * ROWS + i + columns[None, :], seen.to(tl.int8))
 
 

@@ -35,6 +35,7 @@ from tilewise.kernels.hopper_pipeline import (
     GROUP_ROWS,
     Part,
     add_to,
+    anew,
     await_turn,
     close_turns,
     computed,
@@ -168,11 +169,9 @@ def _consume(views, shared, dq, spec, walk, tile, GROUP: gl.constexpr):
     dv = gl.zeros([GROUP_ROWS, tile.DV], gl.float32, product_layout(tile.DV))
     wait_full(shared.k, 0)
     wait_full(shared.v, 0)
-    own_k = _own(shared.k, GROUP)
-    own_v = _own(shared.v, GROUP)
+    held = ()
     if tile.HELD:
-        own_k = load_pairs(slot(shared.k, 0), GROUP)
-        own_v = load_pairs(slot(shared.v, 0), GROUP)
+        held = (load_pairs(slot(shared.k, 0), GROUP), load_pairs(slot(shared.v, 0), GROUP))
     full_first = work.full_first if EDGE else work.first
     full_last = work.first if ALL_EDGE else work.full_last
     open_turns(GROUP, _GROUPS)
@@ -188,7 +187,7 @@ def _consume(views, shared, dq, spec, walk, tile, GROUP: gl.constexpr):
     count = 0
     if dq is not None:
         dk, dv, before = _step(
-            dk, dv, before, own_k, own_v, shared, count, i, first_tile, keys, at, head, dq, spec, walk, tile,
+            dk, dv, before, held, shared, count, i, first_tile, keys, at, head, dq, spec, walk, tile,
             GROUP, EDGE, True,
         )  # fmt: skip
         i -= tile.BLOCK_Q
@@ -197,7 +196,7 @@ def _consume(views, shared, dq, spec, walk, tile, GROUP: gl.constexpr):
         if TAIL:
             for block in range(i, full_last - 1, -tile.BLOCK_Q):
                 dk, dv, before = _step(
-                    dk, dv, before, own_k, own_v, shared, count, block, first_tile, keys, at, head, dq,
+                    dk, dv, before, held, shared, count, block, first_tile, keys, at, head, dq,
                     spec, walk, tile, GROUP, True, False,
                 )  # fmt: skip
                 count += 1
@@ -205,7 +204,7 @@ def _consume(views, shared, dq, spec, walk, tile, GROUP: gl.constexpr):
         if not ALL_EDGE:
             for block in range(i, full_first - 1, -tile.BLOCK_Q):
                 dk, dv, before = _step(
-                    dk, dv, before, own_k, own_v, shared, count, block, first_tile, keys, at, head, dq,
+                    dk, dv, before, held, shared, count, block, first_tile, keys, at, head, dq,
                     spec, walk, tile, GROUP, False, False,
                 )  # fmt: skip
                 count += 1
@@ -213,7 +212,7 @@ def _consume(views, shared, dq, spec, walk, tile, GROUP: gl.constexpr):
             i = gl.minimum(i, full_first - tile.BLOCK_Q)
             for block in range(i, work.first - 1, -tile.BLOCK_Q):
                 dk, dv, before = _step(
-                    dk, dv, before, own_k, own_v, shared, count, block, first_tile, keys, at, head, dq,
+                    dk, dv, before, held, shared, count, block, first_tile, keys, at, head, dq,
                     spec, walk, tile, GROUP, True, False,
                 )  # fmt: skip
                 count += 1
@@ -262,7 +261,7 @@ def _own(ring, GROUP: gl.constexpr, count=0):
 
 @gluon.jit
 def _step(
-    dk, dv, before, own_k, own_v, shared, count, i, first_tile, keys, at, head, dq, spec, walk, tile,
+    dk, dv, before, held, shared, count, i, first_tile, keys, at, head, dq, spec, walk, tile,
     GROUP: gl.constexpr, EDGE: gl.constexpr, FIRST: gl.constexpr,
 ):  # fmt: skip
     """The block of queries i …, use `count` of the rings; `before` is the tile of dq of the step before. EDGE:
@@ -274,19 +273,19 @@ def _step(
     none = gl.zeros([GROUP_ROWS, tile.BLOCK_Q], gl.float32, TRANSPOSED)
     RANGES: gl.constexpr = EDGE and spec.key_start is not None
     if RANGES:
-        queries = i + gl.arange(0, tile.BLOCK_Q, LINE)
-        marks = marked(pairs_in_ranges(keys, queries, at, walk), none)
+        columns = gl.arange(0, tile.BLOCK_Q, LINE)
+        marks = marked(pairs_in_ranges(keys, i, columns, at, walk), none)
     wait_full(shared.q, count)
     # What is computed is dP − delta: a product begins with −delta, which takes fewer registers than to
     # subtract it.
     dp = computed(none - shared.delta.index(count % tile.STAGES).load(LINE)[None, :])
     await_turn(GROUP)
     q = slot(shared.q, count)
-    operand = _operand(own_k, dtype, tile)
+    operand = _operand(held, 0, shared.k, count, tile, GROUP)
     s = warpgroup_mma(operand, q.permute((1, 0)), none, use_acc=False, is_async=True)
     wait_full(shared.dout, count)
     dout = slot(shared.dout, count)
-    operand = _operand(own_v, dtype, tile)
+    operand = _operand(held, 1, shared.v, count, tile, GROUP)
     dp = warpgroup_mma(operand, dout.permute((1, 0)), dp, is_async=True)
     pass_turn(GROUP, _GROUPS)
     base = shared.base.index(count % tile.STAGES).load(LINE)
@@ -339,10 +338,12 @@ def _step(
 
 
 @gluon.jit
-def _operand(own, dtype: gl.constexpr, tile):
-    operand = own
+def _operand(held, WHICH: gl.constexpr, ring, count, tile, GROUP: gl.constexpr):
+    """A consumer's keys or values, the one of two that may be held."""
     if tile.HELD:
-        operand = unpack(own, dtype, product_layout(tile.BLOCK_Q))
+        operand = unpack(held[WHICH], ring.data.dtype, product_layout(tile.BLOCK_Q))
+    else:
+        operand = ring.data.index(anew(0, count)).slice(GROUP * GROUP_ROWS, GROUP_ROWS)
     return operand
 
 
@@ -351,7 +352,7 @@ def _product_of_queries(shared, count, tile, GROUP: gl.constexpr):
     """dS k, on its way, but for the half of the columns that is the other consumer's."""
     COLUMNS: gl.constexpr = tile.D // 2
     ds = slot(shared.ds, count).permute((1, 0))
-    k = slot(shared.k, 0).slice(GROUP * COLUMNS, COLUMNS, 1)
+    k = shared.k.data.index(anew(0, count)).slice(GROUP * COLUMNS, COLUMNS, 1)
     none = gl.zeros([GROUP_ROWS, COLUMNS], gl.float32, product_layout(COLUMNS))
     return warpgroup_mma(ds, k, none, use_acc=False, is_async=True)
 

@@ -29,12 +29,12 @@ from tilewise.kernels.hopper_pipeline import (
     Part,
     Ring,
     add_product,
+    anew,
     await_turn,
     barriers,
     close_turns,
     computed,
     give_back,
-    keep,
     line_buffer,
     load_tile,
     load_tile_and_line,
@@ -262,7 +262,7 @@ def _step(
     j = work.first + count * tile.BLOCK_K
     wait_full(shared.k, count)
     dp = computed(none - delta[:, None])
-    own = _anew(GROUP, count)
+    own = anew(GROUP, count)
     await_turn(GROUP)
     k = slot(shared.k, count).permute((1, 0))
     s = warpgroup_mma(slot(shared.q, own), k, none, use_acc=False, is_async=True)
@@ -296,13 +296,6 @@ def _step(
         ds = gl.where(seen, ds, 0.0)
     pairs = pack(ds, shared.k.data.dtype)
     return add_product(dq, pairs, shared.k, count, GROUP, _GROUPS), sums
-
-
-@gluon.jit
-def _anew(number, count):
-    """A number as if it changed with count: addresses that are the same in all steps would take registers, or
-    spills, in all."""
-    return keep(count) - count + number
 
 
 # ------------------------------------------------------------------ the kernel

@@ -220,8 +220,8 @@ def _probabilities(shared, count, i, keys, at, head, spec, walk, tile, EDGE: gl.
     none = gl.zeros([GROUP_ROWS, GROUP_ROWS], gl.float32, TRANSPOSED)
     RANGES: gl.constexpr = EDGE and spec.key_start is not None
     if RANGES:
-        queries = i + gl.arange(0, GROUP_ROWS, LINE)
-        marks = marked(pairs_in_ranges(keys, queries, at, walk), none)
+        columns = gl.arange(0, GROUP_ROWS, LINE)
+        marks = marked(pairs_in_ranges(keys, i, columns, at, walk), none)
     wait_full(shared.q, count)
     await_turn(_DV)
     q = slot(shared.q, count).permute((1, 0))

@@ -460,6 +460,13 @@ def keep(x):
 
 
 @gluon.jit
+def anew(number, count):
+    """A number as if it changed with count: addresses that are the same in all steps would take registers, or
+    spills, in all."""
+    return keep(count) - count + number
+
+
+@gluon.jit
 def computed(x):
     """x, float32, computed by now: what the assembler moves in between products makes them wait for another
     (C7517)."""

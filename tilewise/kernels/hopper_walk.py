@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from tilewise.kernels.score import Bounds, Place, bounds, bounds_of_keys, span, walks
+from tilewise.kernels.score import Bounds, Place, bounds, bounds_of_keys, span, uniform, walks
 
 
 class Walk(NamedTuple):
@@ -113,6 +113,7 @@ def _packed_place(tile, walk, spec, ROWS: tl.constexpr):
     real = number < spec.packed.count
     start_q, sq = span(spec.packed.cu_seqlens_q, number, real, spec.sizes.sq)
     start_k, sk = span(spec.packed.cu_seqlens_k, number, real, spec.sizes.sk)
+    start_q, sq, start_k, sk = uniform(start_q), uniform(sq), uniform(start_k), uniform(sk)
     sk = tl.where(real, sk, 0)
     offset = sk * 0
     if spec.band.bottom_right:
@@ -134,7 +135,7 @@ def _scheduled(tile, walk, spec):
         before = tl.load(walk.schedule + middle) <= tile
         rank = tl.where(before, middle, rank)
         beyond = tl.where(before, beyond, middle)
-    return rank, tl.load(walk.schedule + count + 2 + rank)
+    return uniform(rank), uniform(tl.load(walk.schedule + count + 2 + rank))
 
 
 @triton.constexpr_function
@@ -269,6 +270,7 @@ def _packed_keys_place(tile, walk, spec, BLOCK_K: tl.constexpr):
     real = number < spec.packed.count
     start_q, sq = span(spec.packed.cu_seqlens_q, number, real, spec.sizes.sq)
     start_k, sk = span(spec.packed.cu_seqlens_k, number, real, spec.sizes.sk)
+    start_q, sq, start_k, sk = uniform(start_q), uniform(sq), uniform(start_k), uniform(sk)
     sq = tl.where(real, sq, 0)
     offset = sk * 0
     if spec.band.bottom_right:
@@ -294,11 +296,14 @@ def pairs_seen(along, high, keys, rows, at, spec, RAGGED: tl.constexpr):
 
 
 @triton.jit
-def pairs_in_ranges(keys, queries, at, walk):
-    """The same of a whole block of queries, where rows have a key_range."""
-    BLOCK_Q: tl.constexpr = queries.shape[0]
+def pairs_in_ranges(keys, i, columns, at, walk):
+    """The same of the whole block of queries i …, which has so many columns, where rows have a key_range."""
+    BLOCK_Q: tl.constexpr = columns.shape[0]
     room = tl.cdiv(at.sq, BLOCK_Q) * BLOCK_Q
-    ends = walk.ends + at.batch * (2 * room) + queries
-    lo = tl.load(ends)
-    hi = tl.load(ends + room)
+    # Added one by one, since what is known at compile time needs no registers for addresses then.
+    low = columns & 6
+    high = columns & ~6
+    ends = walk.ends + at.batch * (2 * room) + i
+    lo = tl.load(ends + low + high)
+    hi = tl.load(ends + room + low + high)
     return (keys[:, None] >= lo[None, :]) & (keys[:, None] < hi[None, :])
