@@ -200,6 +200,31 @@ def test_gradients_of_scores_take_a_kernel_of_their_own_only_if_wanted(name):
     assert hopper._backward_plan(problem_of(*tensors(), **{name: torch.ones(4)})).summed
 
 
+@pytest.mark.parametrize(
+    ("shape", "options", "keys"),
+    [
+        ({"b": 83, "sk": 1024}, {}, 256),
+        ({"b": 82, "sk": 1024}, {}, 128),  # too few tiles for 132 multiprocessors
+        ({"b": 500, "sk": 1000}, {}, 128),
+        ({"b": 83, "sk": 1024}, {"causal": True, "sinks": torch.ones(4)}, 256),
+        ({"b": 83, "sk": 1024}, {"window_size": (900, 5)}, 128),
+        ({"b": 83, "sk": 1024}, {"deterministic": True}, 128),
+        ({"b": 83, "sk": 1024}, {"softcap": 9.0}, 128),
+        ({"b": 83, "sk": 1024}, {"alibi_slopes": torch.ones(4)}, 128),
+        ({"b": 83, "sk": 1024}, {"key_range": (0, torch.full((83, 1), 9))}, 128),
+        ({"b": 83, "sk": 1024, "d": 128}, {}, 128),
+        ({"b": 83, "sk": 1024, "dv": 72}, {}, 128),
+        ({"b": 83, "sk": 1024, "d": 256}, {}, 64),
+    ],
+)
+def test_keys_of_a_tile_in_the_backward_pass(shape, options, keys):
+    b, sk, d = shape["b"], shape["sk"], shape.get("d", 64)
+    q, k = (torch.empty(b, n, heads, d, dtype=BF16) for n, heads in ((1, 4), (sk, 2)))
+    v = torch.empty(b, sk, 2, shape.get("dv", d), dtype=BF16)
+    problem = problem_of(q, k, v, **options)
+    assert hopper._backward_plan(problem, ()).keys == keys
+
+
 @pytest.mark.parametrize("d", [8, 64, 128, 136, 256])
 def test_gradients_are_deterministic_on_request(d):
     """By kernels that add up nothing in memory."""
@@ -485,6 +510,20 @@ def test_barriers_have_memory_of_their_own(d, options):
     # One after the other, they lie beside the tiles.
     assert gaps
     assert set(gaps) <= {8, 16}
+
+
+@pytest.mark.parametrize(("options", "spilled"), [({}, 80), ({"causal": True}, 128)])
+def test_tiles_of_many_keys_compile(monkeypatch, options, spilled):
+    monkeypatch.setattr(hopper, "_FEWEST_TILES", 0)
+    problem = problem_of(*tensors(sq=1024, sk=1024, d=64), **options)
+    target = compiling.cuda_target(90)
+    kernels = compiling.compile_problem(problem, target, backend="hopper", wanted=())
+    (kernel,) = (kernel for kernel in kernels if kernel.name == "_backward_kernel")
+    assert overwritten(sass(kernel)) == []
+    found = compiling.report(kernel, target)
+    assert (found.registers, found.notes) == (168, ())
+    assert found.spilled <= spilled
+    assert 190 * 1024 < found.shared <= 227 * 1024
 
 
 @pytest.mark.parametrize(

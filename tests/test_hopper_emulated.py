@@ -133,6 +133,69 @@ def test_gradients(
     check(shape, sum(shape) + of_lse, of_lse, deterministic=deterministic, **options)
 
 
+@pytest.fixture
+def many_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all heads of 64 columns at most, tiles of 256 keys, where they may have them at all."""
+    monkeypatch.setattr(hopper, "_FEWEST_TILES", 0)
+    monkeypatch.setattr(hopper, "_FEWEST_KEYS", 0)
+
+
+@pytest.mark.usefixtures("many_keys")
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        (Shape(sq=200, sk=600), {}),
+        (Shape(sq=64, sk=256, hq=1), {}),  # one step
+        (Shape(sq=1, sk=1, d=8, dv=40), {}),
+        (Shape(b=2, sq=520, sk=520), {"causal": True}),
+        (Shape(sq=512, sk=512, hq=4, hkv=2), {"causal": True}),
+        (Shape(sq=300, sk=700), {"causal": True}),
+        (Shape(sq=700, sk=300), {"causal": True, "align": "top-left"}),
+        (Shape(sq=400, sk=500), {"window_size": (None, 70), "sinks": torch.ones(2)}),
+        (Shape(sq=100, sk=500), {"window_size": (None, 200), "align": "top-left", "scale": -0.3}),
+    ],
+)
+@pytest.mark.parametrize("of_lse", [False, True])
+def test_tiles_of_many_keys(shape: Shape, options: dict[str, Any], of_lse: bool) -> None:
+    problem = problem_of(*tensors(shape)[:3], **options)
+    assert hopper._backward_plan(problem, ()).keys == 256
+    check(shape, sum(shape), of_lse, **options)
+
+
+@pytest.mark.usefixtures("many_keys")
+@pytest.mark.parametrize("seed", range(4))
+def test_any_tiles_of_many_keys(seed: int) -> None:
+    dice = random.Random(seed)
+    lengths = (1, 63, 64, 65, 127, 128, 129, 192, 255, 256, 257, 320, 500, 600)
+    for number in range(5):
+        hkv = dice.choice((1, 1, 2))
+        d, dv = (dice.choice((8, 40, 64)) for _ in range(2))
+        hq = hkv * dice.choice((1, 1, 2))
+        shape = Shape(dice.choice((1, 1, 2)), *dice.choices(lengths, k=2), hq, hkv, d, dv)
+        right = dice.choice((None, 0, 0, 1, 63, 64, 100, 192, 256, dice.randint(0, 300)))
+        align = dice.choice(("top-left", "bottom-right"))
+        check(shape, 100 * seed + number, window_size=(None, right), align=align)
+
+
+@pytest.mark.usefixtures("many_keys")
+@pytest.mark.parametrize("off", [-64, 64])
+def test_halves_of_tiles_begin_where_they_should(off: int) -> None:
+    shape = Shape(sq=512, sk=512, hq=1)
+    torch.manual_seed(0)
+    q, k, v, dout = tensors(shape)
+    problem = problem_of(q, k, v, causal=True)
+    result = reference.forward(problem_of(q.double(), k.double(), v.double(), causal=True))
+    result = result._replace(lse=result.lse.float())
+
+    def moved(work: Any, *given: Any) -> Any:
+        return work.first + emulator.Number(128 + off)
+
+    wanted = emulator.backward(problem, result, dout, None)
+    got = emulator.backward(problem, result, dout, None, first_of_second_half=moved)
+    # Earlier, more is computed than has to be; later, pairs are left out.
+    assert torch.allclose(got.k, wanted.k, rtol=1e-2, atol=1e-2) == (off < 0)
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(
     ("shape", "options"),

@@ -54,6 +54,8 @@ _FEWEST_OPERATIONS = 2**32
 _MULTIPROCESSORS = 132
 # Up to which registers hold the gradients of 128 keys in the backward pass.
 _WIDE = 128
+# Tiles of 256 keys for each multiprocessor, and keys, with which such tiles are the faster ones.
+_FEWEST_TILES, _FEWEST_KEYS = 5, 1024
 # Coordinates of packed tokens are 32-bit.
 _LARGEST_COUNT = 2**30
 
@@ -419,7 +421,7 @@ def _launch_keys(plan: _BackwardPlan, parts: _Parts, sums: Tensor | None) -> Non
         given = views
     else:
         kernel = hopper_backward.backward_kernel
-        sides = (plan.block_q, *columns, plan.held, registers)
+        sides = (plan.block_q, plan.keys // (2 * _GROUP_ROWS), *columns, plan.held, registers)
         tile = hopper_backward.Tile(*map(constexpr, sides))
         given = (*views, sums)
     given = (*given, parts.spec, parts.walk, tile)
@@ -555,7 +557,21 @@ def _backward_plan(problem: Problem, wanted: Collection[str] | None = None) -> _
     summed = not (wide or problem.deterministic or _wanted(problem, wanted))
     # Those kernels did hold them, and ptxas 12.8 had dS overwrite them in a loop.
     held = d == dv == 64 and summed
+    if held and _many_keys(problem):
+        # There are registers for these gradients, and none to hold anything.
+        keys, stages, held = 4 * _GROUP_ROWS, 2, False
     return _BackwardPlan(keys, _GROUP_ROWS, d, dv, stages, held, summed)
+
+
+def _many_keys(problem: Problem) -> bool:
+    """Whether tiles of 256 keys, which halve what is added up in memory, are enough of them, and nothing else
+    takes registers."""
+    s, keys = problem.scores, problem.k.shape[-3]
+    general = problem.packed or problem.key_range or twins.sides(problem)[0] is not None
+    if general or s.softcap is not None or s.alibi_slopes is not None or keys < _FEWEST_KEYS:
+        return False
+    tiles = twins.most_tiles(problem, problem.k, 4 * _GROUP_ROWS) * problem.k.shape[-2]
+    return tiles >= _FEWEST_TILES * _multiprocessors(problem.q.device)
 
 
 def _seen_part(problem: Problem) -> tuple[slice, slice, Any, int]:

@@ -3,7 +3,8 @@
 A program owns a tile of keys, half of them each of two consumer warpgroups, and walks over the blocks of
 queries that see them, which a producer has loaded ahead. Sᵀ and dPᵀ of a consumer's keys are computed such
 that Pᵀ and dSᵀ are, in registers, the first operands of the products of dV and dK. The consumers take turns
-at the tensor cores: one computes exponentials while the other's products run.
+at the tensor cores: one computes exponentials while the other's products run. Where registers hold the gradients
+of twice as many keys, each consumer has two parts of them, one after the other, and half as much is added to dQ.
 
 The last block of queries comes first: under a causal mask all tiles of keys have it, so that programs which begin
 at about the same time read, and add to, about the same blocks.
@@ -62,21 +63,26 @@ from tilewise.kernels.hopper_pipeline import (
     wait_empty,
     wait_full,
 )
-from tilewise.kernels.hopper_walk import pairs_in_ranges, pairs_seen, work_of_keys
+from tilewise.kernels.hopper_walk import (
+    first_of_second_half,
+    pairs_in_ranges,
+    pairs_seen,
+    work_of_keys,
+)
 from tilewise.kernels.score import NEG_INF, constexpr, logits, place, probabilities, tile_pointers
 
 __all__ = ["Tile", "backward_kernel", "constexpr", "rows_kernel"]
 
-# Each has so many keys of a tile.
 _GROUPS = gl.constexpr(2)
 
 
 class Tile(NamedTuple):
-    """All constexpr. BLOCK_Q queries beside 2 · 64 keys; D and DV columns; STAGES blocks of q and dout. RAGGED:
-    the last tile of keys may be cut short. HELD: consumers hold their keys and values in registers. REGISTERS
-    of a consumer's threads."""
+    """All constexpr. BLOCK_Q queries beside 2 · PARTS · 64 keys; D and DV columns; STAGES blocks of q and dout.
+    RAGGED: the last tile of keys may be cut short. HELD: consumers hold their keys and values in registers.
+    REGISTERS of a consumer's threads."""
 
     BLOCK_Q: Any
+    PARTS: Any
     D: Any
     DV: Any
     STAGES: Any
@@ -113,7 +119,7 @@ class Shared(NamedTuple):
 
 @gluon.jit
 def _work(spec, walk, tile):
-    BLOCK_K: gl.constexpr = _GROUPS * GROUP_ROWS
+    BLOCK_K: gl.constexpr = _GROUPS * tile.PARTS * GROUP_ROWS
     return work_of_keys(gl.program_id(0), walk, spec, tile.BLOCK_Q, BLOCK_K, tile.RAGGED)
 
 
@@ -161,12 +167,17 @@ def _consume(views, shared, dq, spec, walk, tile, GROUP: gl.constexpr):
     ALL_EDGE: gl.constexpr = (spec.band.left is not None) and tile.D > 64
     # Whether the last blocks of queries may be an edge.
     TAIL: gl.constexpr = (spec.band.left is not None) or RANGES or (spec.packed is not None)
+    # Whether the first blocks of queries may see nothing of the second parts.
+    HALVES: gl.constexpr = tile.PARTS == 2 and spec.band.right is not None
     work = _work(spec, walk, tile)
     at = work.at
     LAYOUT: gl.constexpr = gl.SliceLayout(1, product_layout(tile.BLOCK_Q))
     keys = at.tile_start + GROUP * GROUP_ROWS + gl.arange(0, GROUP_ROWS, LAYOUT)
     dk = gl.zeros([GROUP_ROWS, tile.D], gl.float32, product_layout(tile.D))
     dv = gl.zeros([GROUP_ROWS, tile.DV], gl.float32, product_layout(tile.DV))
+    sums = (dk, dv)
+    if tile.PARTS == 2:
+        sums = (dk, dv, dk, dv)
     wait_full(shared.k, 0)
     wait_full(shared.v, 0)
     held = ()
@@ -174,6 +185,10 @@ def _consume(views, shared, dq, spec, walk, tile, GROUP: gl.constexpr):
         held = (load_pairs(slot(shared.k, 0), GROUP), load_pairs(slot(shared.v, 0), GROUP))
     full_first = work.full_first if EDGE else work.first
     full_last = work.first if ALL_EDGE else work.full_last
+    half_last = work.first
+    if HALVES:
+        half_last = first_of_second_half(work, spec, tile.BLOCK_Q, _GROUPS * GROUP_ROWS)
+        half_last = gl.minimum(half_last, full_first)
     open_turns(GROUP, _GROUPS)
     if GROUP == 1:
         # Its products of a step come after the first ones of the other's next step.
@@ -186,34 +201,42 @@ def _consume(views, shared, dq, spec, walk, tile, GROUP: gl.constexpr):
     before = 0
     count = 0
     if dq is not None:
-        dk, dv, before = _step(
-            dk, dv, before, held, shared, count, i, first_tile, keys, at, head, dq, spec, walk, tile,
-            GROUP, EDGE, True,
+        sums, before = _step(
+            sums, before, held, shared, count, i, first_tile, keys, at, head, dq, spec, walk, tile,
+            GROUP, tile.PARTS, EDGE, True,
         )  # fmt: skip
         i -= tile.BLOCK_Q
         count = 1
     for _ in range(spec.sizes.groups):
         if TAIL:
             for block in range(i, full_last - 1, -tile.BLOCK_Q):
-                dk, dv, before = _step(
-                    dk, dv, before, held, shared, count, block, first_tile, keys, at, head, dq,
-                    spec, walk, tile, GROUP, True, False,
+                sums, before = _step(
+                    sums, before, held, shared, count, block, first_tile, keys, at, head, dq,
+                    spec, walk, tile, GROUP, tile.PARTS, True, False,
                 )  # fmt: skip
                 count += 1
             i = gl.minimum(i, full_last - tile.BLOCK_Q)
         if not ALL_EDGE:
             for block in range(i, full_first - 1, -tile.BLOCK_Q):
-                dk, dv, before = _step(
-                    dk, dv, before, held, shared, count, block, first_tile, keys, at, head, dq,
-                    spec, walk, tile, GROUP, False, False,
+                sums, before = _step(
+                    sums, before, held, shared, count, block, first_tile, keys, at, head, dq,
+                    spec, walk, tile, GROUP, tile.PARTS, False, False,
                 )  # fmt: skip
                 count += 1
         if EDGE and not ALL_EDGE:
             i = gl.minimum(i, full_first - tile.BLOCK_Q)
+            for block in range(i, half_last - 1, -tile.BLOCK_Q):
+                sums, before = _step(
+                    sums, before, held, shared, count, block, first_tile, keys, at, head, dq,
+                    spec, walk, tile, GROUP, tile.PARTS, True, False,
+                )  # fmt: skip
+                count += 1
+        if HALVES:
+            i = gl.minimum(i, half_last - tile.BLOCK_Q)
             for block in range(i, work.first - 1, -tile.BLOCK_Q):
-                dk, dv, before = _step(
-                    dk, dv, before, held, shared, count, block, first_tile, keys, at, head, dq,
-                    spec, walk, tile, GROUP, True, False,
+                sums, before = _step(
+                    sums, before, held, shared, count, block, first_tile, keys, at, head, dq,
+                    spec, walk, tile, GROUP, 1, True, False,
                 )  # fmt: skip
                 count += 1
         i = work.last - tile.BLOCK_Q
@@ -227,19 +250,23 @@ def _consume(views, shared, dq, spec, walk, tile, GROUP: gl.constexpr):
         wait_full(shared.ds, count - 1)
         part = _product_of_queries(shared, count - 1, tile, GROUP)
         _add_queries(warpgroup_mma_wait(0, [part]), dq, before, tile, GROUP)
-    _store(dk * spec.scores.scale, dv, views, shared, work, GROUP)
+    _store(sums, views, shared, work, spec, tile, GROUP)
 
 
 @gluon.jit
-def _store(dk, dv, views, shared, work, GROUP: gl.constexpr):
+def _store(sums, views, shared, work, spec, tile, GROUP: gl.constexpr):
     """dv takes the place of v, of which each consumer has read its own half; dk that of k, of which both
     have read all. Then one of them stores dv, the other dk."""
+    dtype: gl.constexpr = shared.k.data.dtype
     give_back(shared.k, 0)
-    _own(shared.v, GROUP).store(dv.to(shared.v.data.dtype))
+    for part in gl.static_range(tile.PARTS):
+        _own(slot(shared.v, 0), part, GROUP).store(sums[2 * part + 1].to(dtype))
     fence_async_shared()
     give_back(shared.v, 0)
     mbarrier.wait(shared.k.empty.index(0), 0)
-    _own(shared.k, GROUP).store(dk.to(shared.k.data.dtype))
+    for part in gl.static_range(tile.PARTS):
+        dk = sums[2 * part] * spec.scores.scale
+        _own(slot(shared.k, 0), part, GROUP).store(dk.to(dtype))
     fence_async_shared()
     give_back(shared.k, 0)
     at = work.at
@@ -254,19 +281,47 @@ def _store(dk, dv, views, shared, work, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def _own(ring, GROUP: gl.constexpr, count=0):
-    """A consumer's keys of what is in a slot."""
-    return slot(ring, count).slice(GROUP * GROUP_ROWS, GROUP_ROWS)
+def _own(buffer, PART: gl.constexpr, GROUP: gl.constexpr):
+    """Of a tile's keys part PART of a consumer's; between its parts lie the other's."""
+    return buffer.slice((PART * _GROUPS + GROUP) * GROUP_ROWS, GROUP_ROWS)
 
 
 @gluon.jit
 def _step(
-    dk, dv, before, held, shared, count, i, first_tile, keys, at, head, dq, spec, walk, tile,
-    GROUP: gl.constexpr, EDGE: gl.constexpr, FIRST: gl.constexpr,
+    sums, before, held, shared, count, i, first_tile, keys, at, head, dq, spec, walk, tile,
+    GROUP: gl.constexpr, PARTS: gl.constexpr, EDGE: gl.constexpr, FIRST: gl.constexpr,
 ):  # fmt: skip
-    """The block of queries i …, use `count` of the rings; `before` is the tile of dq of the step before. EDGE:
-    not all pairs are seen. FIRST: there was no step before."""
-    AFTER: gl.constexpr = not FIRST and dq is not None
+    """The block of queries i …, use `count` of the rings; `before` is the tile of dq of the step before. `sums`:
+    dk and dv of each part, of which PARTS are seen. EDGE: not all pairs are seen. FIRST: there was no step
+    before."""
+    if PARTS < tile.PARTS:
+        wait_empty(shared.ds, count)
+        none = gl.zeros(
+            [GROUP_ROWS, tile.BLOCK_Q], shared.q.data.dtype, product_layout(tile.BLOCK_Q)
+        )
+        _own(slot(shared.ds, count), 1, GROUP).store(none)
+    found = _part_of_step(
+        sums[0], sums[1], before, held, shared, count, i, keys, at, head, dq, spec, walk, tile,
+        GROUP, 0, PARTS, EDGE, FIRST,
+    )  # fmt: skip
+    if PARTS == 2:
+        others = _part_of_step(
+            sums[2], sums[3], before, held, shared, count, i, keys + _GROUPS * GROUP_ROWS, at, head, dq, spec,
+            walk, tile, GROUP, 1, PARTS, EDGE, FIRST,
+        )  # fmt: skip
+        found = (found[0], found[1], others[0], others[1])
+    elif tile.PARTS == 2:
+        found = (found[0], found[1], sums[2], sums[3])
+    return found, first_tile + i // tile.BLOCK_Q
+
+
+@gluon.jit
+def _part_of_step(
+    dk, dv, before, held, shared, count, i, keys, at, head, dq, spec, walk, tile,
+    GROUP: gl.constexpr, PART: gl.constexpr, PARTS: gl.constexpr, EDGE: gl.constexpr, FIRST: gl.constexpr,
+):  # fmt: skip
+    AFTER: gl.constexpr = PART == 0 and not FIRST and dq is not None
+    LAST: gl.constexpr = PART == PARTS - 1
     TRANSPOSED: gl.constexpr = product_layout(tile.BLOCK_Q)
     LINE: gl.constexpr = gl.SliceLayout(0, TRANSPOSED)
     dtype: gl.constexpr = shared.q.data.dtype
@@ -281,11 +336,11 @@ def _step(
     dp = computed(none - shared.delta.index(count % tile.STAGES).load(LINE)[None, :])
     await_turn(GROUP)
     q = slot(shared.q, count)
-    operand = _operand(held, 0, shared.k, count, tile, GROUP)
+    operand = _operand(held, 0, shared.k, count, tile, GROUP, PART)
     s = warpgroup_mma(operand, q.permute((1, 0)), none, use_acc=False, is_async=True)
     wait_full(shared.dout, count)
     dout = slot(shared.dout, count)
-    operand = _operand(held, 1, shared.v, count, tile, GROUP)
+    operand = _operand(held, 1, shared.v, count, tile, GROUP, PART)
     dp = warpgroup_mma(operand, dout.permute((1, 0)), dp, is_async=True)
     pass_turn(GROUP, _GROUPS)
     base = shared.base.index(count % tile.STAGES).load(LINE)
@@ -309,11 +364,13 @@ def _step(
         ds = gl.where(seen, ds, 0.0)
     ds_pairs = pack(ds, dtype)
     if dq is not None:
-        wait_empty(shared.ds, count)
+        if PART == 0:
+            wait_empty(shared.ds, count)
         rounded = unpack(ds_pairs, dtype, TRANSPOSED)
         rounded = gl.convert_layout(rounded, TRANSPOSED, assert_trivial=True)
-        _own(shared.ds, GROUP, count).store(rounded)
-        hand_over(shared.ds, count)
+        _own(slot(shared.ds, count), PART, GROUP).store(rounded)
+        if LAST:
+            hand_over(shared.ds, count)
 
     await_turn(GROUP)
     operand = unpack(pairs, dtype, product_layout(tile.DV))
@@ -326,24 +383,26 @@ def _step(
     pass_turn(GROUP, _GROUPS)
     dv = warpgroup_mma_wait(2 if AFTER else 1, [dv])
     keep(pairs)
-    give_back(shared.dout, count)
+    if LAST:
+        give_back(shared.dout, count)
     if AFTER:
         part = warpgroup_mma_wait(1, [part])
         give_back(shared.ds, count - 1)
         _add_queries(part, dq, before, tile, GROUP)
     dk = warpgroup_mma_wait(0, [dk])
     keep(ds_pairs)
-    give_back(shared.q, count)
-    return dk, dv, first_tile + i // tile.BLOCK_Q
+    if LAST:
+        give_back(shared.q, count)
+    return dk, dv
 
 
 @gluon.jit
-def _operand(held, WHICH: gl.constexpr, ring, count, tile, GROUP: gl.constexpr):
+def _operand(held, WHICH: gl.constexpr, ring, count, tile, GROUP: gl.constexpr, PART: gl.constexpr):
     """A consumer's keys or values, the one of two that may be held."""
     if tile.HELD:
         operand = unpack(held[WHICH], ring.data.dtype, product_layout(tile.BLOCK_Q))
     else:
-        operand = ring.data.index(anew(0, count)).slice(GROUP * GROUP_ROWS, GROUP_ROWS)
+        operand = _own(ring.data.index(anew(0, count)), PART, GROUP)
     return operand
 
 
@@ -372,7 +431,7 @@ def _backward_kernel(q, k, v, dout, base, delta, dk, dv, dq, spec, walk, tile):
     """q, k, v, dout, dk, dv: descriptors of tiles; base, delta: of lines; dq: float32, as `as_rows` has it, or
     None; spec: Spec; walk: KeysWalk; tile: Tile. Grid: (tiles of keys · key heads · batch entries,)."""
     dtype: gl.constexpr = q.dtype
-    BLOCK_K: gl.constexpr = _GROUPS * GROUP_ROWS
+    BLOCK_K: gl.constexpr = _GROUPS * tile.PARTS * GROUP_ROWS
     views = Views(q, k, v, dout, base, delta, dk, dv)
     ds = None
     if dq is not None:

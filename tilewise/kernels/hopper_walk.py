@@ -253,6 +253,14 @@ def _blocks_of_queries(
 
 
 @triton.jit
+def first_of_second_half(work, spec, BLOCK_Q: tl.constexpr, HALF: tl.constexpr):
+    """The first of a tile's blocks of queries that may see keys beyond its first HALF, where the band has an
+    end on the right."""
+    first = work.at.tile_start + HALF - work.at.offset - spec.band.right
+    return tl.maximum(work.first, first // BLOCK_Q * BLOCK_Q)
+
+
+@triton.jit
 def _tile_of_keys(number, tiles, walk):
     """The head that tile `number` of a walk is of, and which of the head's `tiles` it is."""
     alone = walk.heads - walk.together
