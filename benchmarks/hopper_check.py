@@ -276,6 +276,11 @@ def gradient_cases() -> Iterator[Case]:
             ):
                 total = sum(n for n, _ in lengths)
                 yield packed(f"gradients, packed {total}, D{d}, {mask}", options, d, lengths)
+    # Enough of them for tiles of 256 keys.
+    many = {"batch": 50, "heads": 8, "kv_heads": 4, "head_dim": 64}
+    for options, mask in ((None, "full"), (causal, "causal"), (features()["top-left"], "top-left")):
+        for sq, sk in ((1024, 1024), (777, 1280), (1500, 1024)):
+            yield dense(f"gradients, many, {sq}×{sk}, {mask}", options, sq=sq, sk=sk, **many)
     wide = ((192, 192), (192, 128), (256, 64), (64, 256), (136, 200))
     for d, dv in ((40, 80), (96, 96), (128, 64), (64, 128), (8, 8), *wide):
         yield dense(f"gradients, D {d}, Dv {dv}", causal, sq=300, head_dim=d, value_dim=dv)

@@ -205,7 +205,9 @@ def test_gradients_of_scores_take_a_kernel_of_their_own_only_if_wanted(name):
     [
         ({"b": 83, "sk": 1024}, {}, 256),
         ({"b": 82, "sk": 1024}, {}, 128),  # too few tiles for 132 multiprocessors
-        ({"b": 500, "sk": 1000}, {}, 128),
+        ({"b": 500, "sk": 768}, {}, 128),
+        ({"b": 500, "sk": 1100}, {}, 128),
+        ({"b": 83, "sk": 1024}, {"scale": -0.3}, 128),
         ({"b": 83, "sk": 1024}, {"causal": True, "sinks": torch.ones(4)}, 256),
         ({"b": 83, "sk": 1024}, {"window_size": (900, 5)}, 128),
         ({"b": 83, "sk": 1024}, {"deterministic": True}, 128),
@@ -512,10 +514,13 @@ def test_barriers_have_memory_of_their_own(d, options):
     assert set(gaps) <= {8, 16}
 
 
-@pytest.mark.parametrize(("options", "spilled"), [({}, 80), ({"causal": True}, 128)])
-def test_tiles_of_many_keys_compile(monkeypatch, options, spilled):
+@pytest.mark.parametrize(
+    ("dtype", "options", "spilled"),
+    [(BF16, {}, 80), (BF16, {"causal": True}, 128), (torch.float16, {"causal": True}, 128)],
+)
+def test_tiles_of_many_keys_compile(monkeypatch, dtype, options, spilled):
     monkeypatch.setattr(hopper, "_FEWEST_TILES", 0)
-    problem = problem_of(*tensors(sq=1024, sk=1024, d=64), **options)
+    problem = problem_of(*tensors(sq=1024, sk=1024, d=64, dtype=dtype), **options)
     target = compiling.cuda_target(90)
     kernels = compiling.compile_problem(problem, target, backend="hopper", wanted=())
     (kernel,) = (kernel for kernel in kernels if kernel.name == "_backward_kernel")

@@ -564,13 +564,15 @@ def _backward_plan(problem: Problem, wanted: Collection[str] | None = None) -> _
 
 
 def _many_keys(problem: Problem) -> bool:
-    """Whether tiles of 256 keys, which halve what is added up in memory, are enough of them, and nothing else
-    takes registers."""
-    s, keys = problem.scores, problem.k.shape[-3]
+    """Whether there are enough tiles of 256 keys, which halve what is added up in memory. Only of plain and
+    causal logits and whole tiles: what else there is to do takes registers."""
     general = problem.packed or problem.key_range or twins.sides(problem)[0] is not None
-    if general or s.softcap is not None or s.alibi_slopes is not None or keys < _FEWEST_KEYS:
+    if general or not twins.folded(problem):
         return False
-    tiles = twins.most_tiles(problem, problem.k, 4 * _GROUP_ROWS) * problem.k.shape[-2]
+    first, last = _seen_keys(problem)
+    if last - first < _FEWEST_KEYS or (last - first) % (4 * _GROUP_ROWS):
+        return False
+    tiles = (last - first) // (4 * _GROUP_ROWS) * problem.k.shape[0] * problem.k.shape[2]
     return tiles >= _FEWEST_TILES * _multiprocessors(problem.q.device)
 
 
