@@ -15,7 +15,7 @@ import tilewise
 from tilewise import repeated
 from tilewise.arguments import problem_of
 from tilewise.backends import hidden, hopper, reference
-from tilewise.kernels import replay
+from tilewise.kernels import hopper_pipeline, replay
 from tilewise.kernels.score import Rows
 from tilewise.results import Gradients, Result
 from tilewise.spec import Problem, sequences
@@ -194,6 +194,23 @@ def test_halves_of_tiles_begin_where_they_should(off: int) -> None:
     got = emulator.backward(problem, result, dout, None, first_of_second_half=moved)
     # Earlier, more is computed than has to be; later, pairs are left out.
     assert torch.allclose(got.k, wanted.k, rtol=1e-2, atol=1e-2) == (off < 0)
+
+
+def test_marks_of_pairs() -> None:
+    """16 of a row in one number, which the emulator passes on as they are elsewhere."""
+    given = emulator._globals(lambda: None)  # type: ignore[arg-type, return-value]
+    for name in ("marked", "unmarked", "partial_row_sums"):
+        del given[name]
+    marked, unmarked = (
+        emulator.emulated(function, given, {})
+        for function in (hopper_pipeline.marked, hopper_pipeline.unmarked)
+    )
+    torch.manual_seed(0)
+    chosen, like = torch.rand(64, 64) < 0.5, torch.zeros(64, 64)
+    marks = marked(chosen, like)
+    assert marks.shape == (64, 4)
+    assert marks.max() < 2**16
+    assert torch.equal(unmarked(marks, like), chosen)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

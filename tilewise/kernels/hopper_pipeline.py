@@ -355,11 +355,12 @@ def marked(chosen, like):
 
 @gluon.jit
 def unmarked(marks, like):
+    LAYOUT: gl.constexpr = product_layout(like.shape[1])
     _, high = split_columns(like)
     of_pairs = gl.expand_dims(gl.expand_dims(marks, 1), 3)
     zeros = gl.reshape(gl.zeros_like(like).to(gl.int32), [like.shape[0], like.shape[1] // 8, 4, 2])
     marks = gl.reshape(zeros + of_pairs, like.shape)
-    marks = gl.convert_layout(marks, like.type.layout, assert_trivial=True)
+    marks = gl.convert_layout(marks, LAYOUT, assert_trivial=True)
     return (marks & (1 << _bit(high))) != 0
 
 
