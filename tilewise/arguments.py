@@ -333,6 +333,8 @@ def _key_range(pair: Any, device: torch.device, rows: _Shape) -> KeyRange:
         t = end
         if _is_int(end, -(2**63)) and end < 2**63:
             t = torch.full((), end, dtype=torch.int64, device=device)
+        elif not isinstance(end, Tensor):
+            raise ValueError(f"{name} must be an int or a tensor, got {end!r}")
         _check_tensor(name, t, INDEX_DTYPES, device, rows)
         ends.append(_padded(t, len(rows.sizes)))
     return KeyRange(*ends)
