@@ -113,7 +113,8 @@ class Group:
         self.runs.acquire()
         try:
             self._check()
-            self._function(*self._given)
+            with torch.no_grad():  # which a thread does not inherit
+                self._function(*self._given)
             assert not self.products, "a product that was not waited for"
             assert not self.stores, "a store that was not waited for"
         except Stopped:

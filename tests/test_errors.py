@@ -380,7 +380,10 @@ OPTIONS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"key_range": (torch.zeros(1), torch.ones(1).int())},
         ("key_range start", "int", "torch.float32"),
     ),
-    "key_range of numbers": ({"key_range": (0, 5.0)}, ("key_range end", "an int or a tensor", "5.0")),
+    "key_range of numbers": (
+        {"key_range": (0, 5.0)},
+        ("key_range end", "an int or a tensor", "5.0"),
+    ),
     "key_range end": (
         {"key_range": (torch.zeros(1).int(), torch.ones(1, dtype=torch.int16))},
         ("key_range end", "int", "torch.int16"),

@@ -729,18 +729,23 @@ def test_through_pytorch(found: Callable[..., tuple[Tensor, ...]]) -> None:
 
 
 @pytest.mark.usefixtures("on_hopper")
-def test_sinks_through_pytorch() -> None:
+@pytest.mark.parametrize("key_range", [None, (torch.tensor(3), torch.tensor(100))])
+@pytest.mark.parametrize("names", [("sinks",), ("alibi_slopes",), ("alibi_slopes", "sinks")])
+def test_scores_through_pytorch(names: tuple[str, ...], key_range: Any) -> None:
     torch.manual_seed(0)
     operands = [t.requires_grad_() for t in tensors(Shape(sq=65, sk=130))[:3]]
-    sinks = torch.tensor([0.5, 2.0], dtype=operands[0].dtype, requires_grad=True)
-    leaves = (*operands, sinks)
-    assert (
-        tilewise.explain(*operands, sinks=sinks, backend="hopper").config["gradients"]
-        == "by hopper"
-    )
+    given = {
+        "sinks": torch.tensor([0.5, 2.0], dtype=operands[0].dtype, requires_grad=True),
+        "alibi_slopes": torch.tensor([0.01, 0.1], requires_grad=True),
+    }
+    scores = {name: given[name] for name in names}
+    leaves = (*operands, *scores.values())
+    options: dict[str, Any] = {"key_range": key_range, **scores}
+    chosen = tilewise.explain(*operands, backend="hopper", **options)
+    assert chosen.config["gradients"] == "by hopper"
 
     def found(backend: str) -> tuple[Tensor, ...]:
-        out, lse = tilewise.attention(*operands, sinks=sinks, backend=backend, return_lse=True)
+        out, lse = tilewise.attention(*operands, backend=backend, return_lse=True, **options)
         return torch.autograd.grad(out.float().square().sum() + lse.sin().sum(), leaves)
 
     for got, want in zip(found("hopper"), found("reference"), strict=True):

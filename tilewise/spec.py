@@ -140,7 +140,7 @@ class Problem(NamedTuple):
     def interval(self, i0: int, i1: int) -> tuple[Tensor, Tensor]:
         """lo and hi of rows i0 … i1 − 1 of a dense problem, each (B or 1, rows): lo ≤ j < hi.
 
-        Both lie in 0 … Sk; an empty row has hi ≤ lo.
+        An empty row has hi ≤ lo; ends of such may lie outside 0 … Sk.
         """
         sq, sk = self.q.shape[1], self.k.shape[1]
         position = torch.arange(i0, i1, device=self.q.device).unsqueeze(0)
