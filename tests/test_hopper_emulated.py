@@ -155,15 +155,14 @@ def many_keys(monkeypatch: pytest.MonkeyPatch) -> None:
         (Shape(sq=56, sk=600), {"window_size": (None, 200), "align": "top-left"}),
     ],
 )
-@pytest.mark.parametrize("of_lse", [False, True])
-def test_tiles_of_many_keys(shape: Shape, options: dict[str, Any], of_lse: bool) -> None:
+def test_tiles_of_many_keys(shape: Shape, options: dict[str, Any]) -> None:
     problem = problem_of(*tensors(shape)[:3], **options)
     assert hopper._backward_plan(problem, ()).keys == 256
-    check(shape, sum(shape), of_lse, **options)
+    check(shape, sum(shape), True, **options)
 
 
 @pytest.mark.usefixtures("many_keys")
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 def test_any_tiles_of_many_keys(seed: int) -> None:
     dice = random.Random(seed)
     lengths = (1, 63, 64, 65, 127, 128, 129, 192, 255, 256, 257, 320, 500, 600)
@@ -217,9 +216,9 @@ def test_marks_of_pairs() -> None:
 @pytest.mark.parametrize(
     ("shape", "options"),
     [
-        (Shape(sq=700, sk=700), {"key_range": documents(3, 130, 300, 1, 200, 66)}),
-        (Shape(sq=700, sk=700, d=128), {"key_range": documents(420, 280), "causal": True}),
-        (Shape(sq=300, sk=300, d=128, dv=128), {"key_range": documents(*100 * (3,))}),
+        (Shape(sq=400, sk=400), {"key_range": documents(3, 130, 200, 1, 66)}),
+        (Shape(sq=460, sk=460, d=128), {"key_range": documents(280, 180), "causal": True}),
+        (Shape(sq=150, sk=150, d=128, dv=128), {"key_range": documents(*50 * (3,))}),
         (Shape(sq=300, sk=300, d=192), {"key_range": documents(130, 1, 169), "softcap": 3.0}),
         (Shape(sq=200, sk=300, d=256, dv=256), {"key_range": (70, 131), "causal": True}),
         # None sees keys 140 … 150; rows 3 … see nothing.
@@ -247,12 +246,12 @@ def test_key_range(shape: Shape, options: dict[str, Any], deterministic: bool) -
         check(shape, 1, True, of_scores=("alibi_slopes", "sinks"), **options)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(5))
 def test_any_key_range(seed: int) -> None:
     """Drawn row by row: between what rows see lies what they do not."""
     dice = random.Random(seed)
     torch.manual_seed(seed)
-    for number in range(4):
+    for number in range(3):
         b, hkv = dice.choice((1, 2)), dice.choice((1, 2))
         d, dv = (dice.choice((64, 64, 128, 136)) for _ in range(2))
         sq, sk = (dice.choice((1, 63, 64, 65, 130, 200)) for _ in range(2))
