@@ -197,7 +197,7 @@ def test_halves_of_tiles_begin_where_they_should(off: int) -> None:
 
 def test_marks_of_pairs() -> None:
     """16 of a row in one number, which the emulator passes on as they are elsewhere."""
-    given = emulator._globals(lambda: None)  # type: ignore[arg-type, return-value]
+    given = emulator._globals(lambda: emulator.Program(0, random.Random(0)))
     for name in ("marked", "unmarked", "partial_row_sums"):
         del given[name]
     marked, unmarked = (
@@ -360,7 +360,10 @@ def test_gradients_of_scores_do_not_show_how_out_was_rounded(packed: bool, name:
     assert error() <= 1e-5
     # Without what corrects it: Σ dS; or by distance Σ P, which alone has no negative terms.
     signed = name == "alibi_slopes"
-    left = lambda p: p.sum(1, keepdim=True) * (signed and bool((p < 0).any()))  # noqa: E731
+
+    def left(p: Tensor) -> Tensor:
+        return p.sum(1, keepdim=True) * (signed and bool((p < 0).any()))
+
     assert error(partial_row_sums=left) > 1e-4
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from tilewise.kernels.score import Bounds, Place, bounds, bounds_of_keys, span, uniform, walks
+from tilewise.kernels.score import Bounds, Place, bounds, bounds_of_keys, spans, uniform, walks
 
 
 class Walk(NamedTuple):
@@ -111,9 +111,7 @@ def _packed_place(tile, walk, spec, ROWS: tl.constexpr):
     row of the sequence sees do not count."""
     rank, number = _scheduled(tile, walk, spec)
     real = number < spec.packed.count
-    start_q, sq = span(spec.packed.cu_seqlens_q, number, real, spec.sizes.sq)
-    start_k, sk = span(spec.packed.cu_seqlens_k, number, real, spec.sizes.sk)
-    start_q, sq, start_k, sk = uniform(start_q), uniform(sq), uniform(start_k), uniform(sk)
+    start_q, sq, start_k, sk = spans(number, real, spec)
     sk = tl.where(real, sk, 0)
     offset = sk * 0
     if spec.band.bottom_right:
@@ -276,9 +274,7 @@ def _packed_keys_place(tile, walk, spec, BLOCK_K: tl.constexpr):
     past the end of those."""
     rank, number = _scheduled(tile, walk, spec)
     real = number < spec.packed.count
-    start_q, sq = span(spec.packed.cu_seqlens_q, number, real, spec.sizes.sq)
-    start_k, sk = span(spec.packed.cu_seqlens_k, number, real, spec.sizes.sk)
-    start_q, sq, start_k, sk = uniform(start_q), uniform(sq), uniform(start_k), uniform(sk)
+    start_q, sq, start_k, sk = spans(number, real, spec)
     sq = tl.where(real, sq, 0)
     offset = sk * 0
     if spec.band.bottom_right:

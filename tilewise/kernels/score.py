@@ -209,9 +209,7 @@ def place(tile, batch, spec, BLOCK: tl.constexpr, KEYS: tl.constexpr):
             before += tl.sum((inside & (start // BLOCK + candidate <= tile)).to(tl.int32))
         number = uniform(before)
         real = number < spec.packed.count
-        start_q, sq = span(spec.packed.cu_seqlens_q, number, real, spec.sizes.sq)
-        start_k, sk = span(spec.packed.cu_seqlens_k, number, real, spec.sizes.sk)
-        start_q, sq, start_k, sk = uniform(start_q), uniform(sq), uniform(start_k), uniform(sk)
+        start_q, sq, start_k, sk = spans(number, real, spec)
         if KEYS:
             sq = tl.where(real, sq, 0)
             first_tile = start_k // BLOCK + number
@@ -243,6 +241,14 @@ def uniform(x):
         code: tl.constexpr = "shfl.sync.idx.b32 $0, $1, 0, 31, -1;"
         x = tl.inline_asm_elementwise(code, "=r,r", [x], dtype=tl.int32, is_pure=True, pack=1)
     return x
+
+
+@triton.jit
+def spans(number, real, spec):
+    """First tokens and lengths of a sequence's queries and keys, which all threads have in common."""
+    start_q, sq = span(spec.packed.cu_seqlens_q, number, real, spec.sizes.sq)
+    start_k, sk = span(spec.packed.cu_seqlens_k, number, real, spec.sizes.sk)
+    return uniform(start_q), uniform(sq), uniform(start_k), uniform(sk)
 
 
 @triton.jit
